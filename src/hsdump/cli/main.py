@@ -1,0 +1,62 @@
+"""The `hsdump` command. One module per verb; this file only gathers them and owns the way out."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+import typer
+
+from hsdump._version import __version__
+from hsdump.errors import HsdumpError, UsageError
+
+VERBS = ("serve", "prepare", "extract", "verify", "store")
+"""Modules of `hsdump.cli`, in the order of the job. Each has `add_to(app)`."""
+
+
+def build_app() -> typer.Typer:
+    """Put the verbs together."""
+    app = typer.Typer(
+        name="hsdump",
+        help="Turn a running SGLang server into verified EAGLE-3 training data.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback(invoke_without_command=True)
+    def root(
+        version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    ) -> None:
+        if version:
+            typer.echo(f"hsdump {__version__}")
+            raise typer.Exit
+
+    for verb in VERBS:
+        importlib.import_module(f"hsdump.cli.{verb}").add_to(app)
+    return app
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and give its exit code back; a user's mistake never shows a stack trace."""
+    command = typer.main.get_command(build_app())
+    try:
+        code = command.main(args=argv, prog_name="hsdump", standalone_mode=False)
+    except HsdumpError as error:
+        typer.echo(f"hsdump: {error}", err=True)
+        return error.exit_code
+    except click.exceptions.Abort:
+        typer.echo("hsdump: stopped", err=True)
+        return 130
+    except click.ClickException as error:
+        error.show()
+        # click's own code is 2, which `hsdump verify` needs for "corrupt".
+        return UsageError.exit_code
+    return int(code or 0)
+
+
+def run() -> None:
+    """Console script."""
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What `extract` needs of an engine, so that SGLang and the embedded one are drop-in.
+
+Letters: S = tokens of one sample, H = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsdump.arrays import StateArray
+from hsdump.schema import EngineInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CaptureRequest:
+    """One sample to run through the target."""
+
+    key: str
+    """The sample's key (`hsdump.samples.sample_key`)."""
+
+    input_ids: NDArray[np.int64]
+    """[S]"""
+
+    attempt: int
+    """0 for the first try; a late result of an earlier attempt never counts."""
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CapturedSample:
+    """The target's states for one request, row t of every array being token t."""
+
+    token_ids: NDArray[np.int64]
+    """[S] as the model saw them, read back from the engine: must equal the request's."""
+
+    states: tuple[StateArray, ...]
+    """L+1 arrays [S, H] in the order of `StateShape.names`. May be views of shared memory until `release`."""
+
+    release: Callable[[], None] = field(default=_nothing)
+    """Give the engine's memory back. Call once, when the bytes are safe elsewhere."""
+
+
+class CaptureFailed(Exception):
+    """This request has no states. Not an `HsdumpError`: the driver counts it, names it, and may try again."""
+
+    def __init__(self, reason: str, detail: str, *, transient: bool) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail, self.transient = reason, detail, transient
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+class Engine(Protocol):
+    """An engine that can run tokens and hand out states."""
+
+    def handshake(self) -> EngineInfo:
+        """Say what is on at the other end, or raise `ServerError` with the remedy."""
+
+    async def capture(self, request: CaptureRequest) -> CapturedSample:
+        """Run one request.
+
+        Raises:
+            CaptureFailed: this request failed; `transient` says whether another try may help.
+        """
+
+    async def close(self) -> None:
+        """Let go of everything, entries of unfinished requests included."""

@@ -1,0 +1,88 @@
+"""Records that more than one part of hsdump exchanges. Standard library only: the server side imports them.
+
+Letters: S = tokens of one sample, L = auxiliary layers, H = hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hsdump.layers import state_names
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes per element of the dtypes that states can have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateShape:
+    """What one token leaves behind: L auxiliary states and the final one."""
+
+    layers: tuple[int, ...]
+    """[L] ascending ids in hsdump's meaning (`hsdump.layers`)."""
+
+    hidden_size: int
+
+    dtype: str
+    """`bfloat16`, `float16` or `float32`: the model's own, never converted."""
+
+    final_state: str
+    """`post_norm` (what the lm_head reads) or `pre_norm`. Same shape, other numbers: never mixed."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """[L+1] names in storage order, `layer2 ... final`."""
+        return state_names(self.layers)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one state."""
+        return self.hidden_size * DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all states (57,344 for Kimi-K2.5 with three layers)."""
+        return self.row_bytes * len(self.names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    """What is really on at the other end: the answer of a handshake."""
+
+    engine: str
+    """`sglang` or `transformers`."""
+
+    engine_version: str
+
+    attach: str
+    """`plugin`, `patch` or `embedded`."""
+
+    hsdump_version: str
+    """Of the code that runs beside the model, which may differ from the client's."""
+
+    model_path: str
+
+    model_class: str
+
+    num_layers: int
+
+    vocab_size: int
+
+    context_length: int
+    """Most tokens of one request."""
+
+    shape: StateShape
+
+    device: str
+
+    tp_size: int = 1
+
+    dp_size: int = 1
+
+    spool_dir: str | None = None
+    """Where finished entries appear; None for an embedded engine."""
+
+    spool_max_bytes: int | None = None
+    """The server refuses captures beyond this."""
+
+    notes: tuple[str, ...] = ()
+    """Facts that a reader should know, such as an SGLang release that hsdump has not seen before."""
