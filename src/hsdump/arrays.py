@@ -41,5 +41,5 @@ def xxh3(*buffers: Any) -> str:
     """Give the xxh3-128 checksum of the buffers, one after another, as 32 hex digits."""
     digest = xxhash.xxh3_128()
     for buffer in buffers:
-        digest.update(memoryview(buffer).cast("B") if isinstance(buffer, np.ndarray) else buffer)
+        digest.update(memoryview(buffer).cast("B"))
     return digest.hexdigest()

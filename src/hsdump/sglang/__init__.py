@@ -1,0 +1,1 @@
+"""Attaching to SGLang: the only folder that knows its names. Imported inside SGLang's processes."""

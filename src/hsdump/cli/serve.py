@@ -1,0 +1,51 @@
+"""`hsdump serve`: the user's own SGLang, with capture on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from hsdump.launch.command import ServeOptions, build_command, check_environment
+from hsdump.launch.supervise import run_server
+from hsdump.layers import parse_layers
+from hsdump.spool.names import new_spool_dir
+from hsdump.spool.sweep import sweep_dead_spools
+
+EPILOG = "Example:  hsdump serve --layers auto -- --model-path /models/Kimi-K2.5 --tp 8 --port 30000"
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(serve)
+
+
+def serve(
+    sglang_args: list[str] = typer.Argument(None, metavar="-- SGLANG_ARGS...", help="Your own SGLang arguments."),
+    layers: str = typer.Option(
+        "auto", help="Auxiliary layers as indices into transformers' output_hidden_states, or auto (EAGLE-3's)."
+    ),
+    spool: Path = typer.Option(None, help="Hand-over folder in shared memory.  [default: a fresh /dev/shm/hsdump-*]"),
+    spool_bytes: int = typer.Option(8 << 30, min=1 << 20, help="The server refuses captures beyond this many bytes."),
+    python: str = typer.Option(sys.executable, help="Interpreter of the environment that SGLang lives in."),
+    print_: bool = typer.Option(False, "--print", help="Print the command and environment instead of starting it."),
+) -> None:
+    """Start SGLang with capture on; everything after -- is passed on as it is."""
+    parse_layers(layers)
+    options = ServeOptions(
+        python=python,
+        spool=spool or new_spool_dir(),
+        layers=layers,
+        spool_bytes=spool_bytes,
+        sglang_args=tuple(sglang_args or ()),
+    )
+    command = build_command(options)
+    if print_:
+        typer.echo(command.as_shell())
+        return
+    version = check_environment(python)
+    swept = sweep_dead_spools()
+    if swept.spools:
+        typer.echo(f"hsdump: removed {len(swept.spools)} spools of dead servers, {swept.num_bytes} bytes", err=True)
+    typer.echo(f"hsdump: SGLang {version}, spool {options.spool}", err=True)
+    raise typer.Exit(run_server(options, command))

@@ -1,0 +1,189 @@
+"""Finding out what is really on behind a URL: an SGLang server, and which spool its capture writes to.
+
+A server says "plugin loaded" in its log even when the plugin raised, so nothing is believed: a few tokens are sent, and
+the spool in which their states appear is the server's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from hsdump.errors import ServerError, SpoolError
+from hsdump.samples import sample_key
+from hsdump.schema import EngineInfo, StateShape
+from hsdump.spool.locks import is_held
+from hsdump.spool.names import PREFIX, SHARED_MEMORY, Rid
+from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
+
+HELLO_TOKENS = 4
+HELLO_WAIT_S = 20.0
+
+REMEDY = (
+    "start the server with `hsdump serve -- <your SGLang arguments>`; if its log says that the plugin hsdump failed, "
+    "mend that first; a server in a container must share /dev/shm with this command (see --spool)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One announcement found in a spool, its process alive."""
+
+    root: Path
+    port: int
+    info: EngineInfo | None
+    declined: str | None
+
+
+def handshake(url: str, run: str, spool: Path | None = None) -> tuple[EngineInfo, SpoolReader]:
+    """Find the server's spool and prove that it is this server's.
+
+    Args:
+        url: base URL of the server.
+        run: this client's run id.
+        spool: look only there.
+
+    Returns:
+        What the server offers, and an open reader of its spool.
+
+    Raises:
+        ServerError: nobody answers, it is not SGLang, or no capture is on; says what to do.
+        SpoolError: the spool cannot be used by this process.
+    """
+    facts = server_facts(url)
+    offers = find_offers(spool)
+    here = [offer for offer in offers if offer.port == httpx.URL(url).port]
+    for offer in here:
+        if offer.declined is not None:
+            raise ServerError(f"the server at {url} runs, but captures nothing: {offer.declined}", REMEDY)
+    # A mapped port (containers) hides the match; the hello below decides either way.
+    candidates = {offer.root: offer for offer in (here or offers) if offer.info is not None}
+    if not candidates:
+        where = str(spool) if spool else f"{SHARED_MEMORY}/{PREFIX}*"
+        raise ServerError(f"the server at {url} has no hsdump capture on: no live announcement in {where}", REMEDY)
+    readers = {root: SpoolReader(root, run) for root in candidates}
+    try:
+        chosen = _say_hello(url, run, readers)
+    except BaseException:
+        for reader in readers.values():
+            reader.close()
+        raise
+    for root, reader in readers.items():
+        if root != chosen:
+            reader.close()
+    info = candidates[chosen].info
+    assert info is not None
+    context = min(info.context_length, int(facts.get("max_req_input_len") or info.context_length))
+    return replace(info, context_length=context), readers[chosen]
+
+
+def server_facts(url: str) -> dict[str, Any]:
+    """Ask what the server is.
+
+    Raises:
+        ServerError: nobody answers, or not an SGLang.
+    """
+    facts: dict[str, Any] = {}
+    with httpx.Client(base_url=url, timeout=30.0) as client:
+        for paths in (("/model_info", "/get_model_info"), ("/server_info", "/get_server_info")):
+            facts |= _first_answer(client, url, paths)
+    if "model_path" not in facts:
+        raise ServerError(f"{url} answers, but not as an SGLang server", "pass the URL of an SGLang server: --server")
+    return facts
+
+
+def _first_answer(client: httpx.Client, url: str, paths: tuple[str, str]) -> dict[str, Any]:
+    for path in paths:
+        try:
+            response = client.get(path)
+            found = response.json() if response.status_code == httpx.codes.OK else None
+        except httpx.TransportError as error:
+            raise ServerError(
+                f"nothing answers at {url} ({error or type(error).__name__})",
+                "start it with `hsdump serve -- ...`, wait for 'The server is fired up', or pass the right --server",
+            ) from error
+        except (httpx.InvalidURL, ValueError):
+            found = None
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def find_offers(spool: Path | None = None) -> list[Offer]:
+    """Read the announcements of all living servers on this host, or of one spool."""
+    roots = [spool] if spool else sorted(SHARED_MEMORY.glob(f"{PREFIX}*"))
+    return [
+        offer
+        for root in roots
+        for path in sorted(root.glob("server-*.json"))
+        if is_held(path.with_suffix(".lock")) and (offer := _read_offer(root, path)) is not None
+    ]
+
+
+def _read_offer(root: Path, path: Path) -> Offer | None:
+    try:
+        raw = json.loads(path.read_bytes())
+        info = None
+        if "info" in raw:
+            shape = StateShape(**{**raw["info"]["shape"], "layers": tuple(raw["info"]["shape"]["layers"])})
+            notes = tuple(raw["info"]["notes"])
+            info = EngineInfo(**{**raw["info"], "shape": shape, "notes": notes, "spool_dir": str(root)})
+        return Offer(root, int(raw["port"]), info, raw.get("declined"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _say_hello(url: str, run: str, readers: dict[Path, SpoolReader]) -> Path:
+    """Capture a few tokens and see in which spool they appear."""
+    ids = np.arange(HELLO_TOKENS, dtype=np.int64)
+    rid = Rid(run, sample_key(ids, np.zeros(HELLO_TOKENS, dtype=np.uint8)), 0, HELLO_TOKENS)
+    try:
+        response = httpx.post(f"{url}/generate", json=generate_body(rid, ids.tolist()), timeout=60.0)
+    except httpx.TransportError as error:
+        raise ServerError(
+            f"the server at {url} did not answer a request of {HELLO_TOKENS} tokens ({error or type(error).__name__})",
+            "see its log; it may still be loading",
+        ) from error
+    if response.status_code != httpx.codes.OK:
+        raise ServerError(
+            f"the server at {url} refused a request of {HELLO_TOKENS} tokens: {response.text[:200]}",
+            "see its log; capture needs POST /generate with input_ids",
+        )
+    deadline_s = time.monotonic() + HELLO_WAIT_S
+    while time.monotonic() < deadline_s:
+        for root, reader in readers.items():
+            match reader.take(rid):
+                case ReadyEntry() as entry:
+                    entry.release()
+                    return root
+                case FailedNote(reason, detail):
+                    raise SpoolError(
+                        f"the server could not capture {HELLO_TOKENS} tokens: {reason}: {detail}",
+                        "give it a larger --spool-bytes, or free /dev/shm",
+                    )
+        time.sleep(0.01)
+    raise ServerError(
+        f"the server at {url} answered, but its states did not appear in {', '.join(map(str, readers))} "
+        f"within {HELLO_WAIT_S:.0f} s",
+        REMEDY,
+    )
+
+
+def generate_body(rid: Rid, input_ids: list[int]) -> dict[str, Any]:
+    """Build the body of a capture request: prefill only, and a cache namespace of its own.
+
+    Without the `extra_key`, tokens that an earlier request left in the prefix cache would not be computed again, and
+    their rows would not exist.
+    """
+    return {
+        "rid": str(rid),
+        "extra_key": str(rid),
+        "input_ids": input_ids,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+    }

@@ -1,0 +1,215 @@
+"""The SGLang engine: HTTP is only the trigger, the states come through the spool."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from hsdump.arrays import NUMPY_DTYPES
+from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest
+from hsdump.engines.handshake import generate_body, handshake
+from hsdump.errors import HsdumpError, ServerError, SpoolError
+from hsdump.schema import EngineInfo
+from hsdump.spool.entry import entry_bytes
+from hsdump.spool.names import Rid, new_run
+from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
+from hsdump.spool.sweep import sweep_dead_clients, sweep_dead_spools
+
+ENTRY_WAIT_S = 30.0
+"""How long after the response an entry may take to appear. Measured on a CPU it is there before the response."""
+
+TRANSIENT = frozenset({"spool-full", "shared-memory-full", "spool-error", "rows-missing", "spool-gone"})
+"""Failure notes after which another try may succeed."""
+
+
+class EngineLost(ServerError):
+    """The server went away and did not come back in time, or came back as another one."""
+
+
+class SglangEngine:
+    """One SGLang server with hsdump's capture on. Use from one event loop."""
+
+    def __init__(
+        self, url: str, *, spool: Path | None = None, request_timeout_s: float = 600.0, server_wait_s: float = 120.0
+    ) -> None:
+        """Args:
+        url: base URL, such as `http://127.0.0.1:30000`.
+        spool: the server's spool, when it cannot be found by itself.
+        request_timeout_s: for one request, waiting in the server's queue included.
+        server_wait_s: how long to wait for a server that went away.
+        """
+        self.url = url.rstrip("/")
+        self.run = new_run()
+        self._spool = spool
+        self._server_wait_s = server_wait_s
+        self._info: EngineInfo | None = None
+        self._reader: SpoolReader | None = None
+        self._lost = False
+        self._reconnecting = asyncio.Lock()
+        self._abandoned: set[Rid] = set()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=request_timeout_s, limits=limits)
+
+    def handshake(self) -> EngineInfo:
+        """See `hsdump.engines.handshake.handshake`; also removes what dead clients and servers left behind."""
+        sweep_dead_spools()
+        info, reader = handshake(self.url, self.run, self._spool)
+        sweep_dead_clients(reader.paths.root)
+        self._info, self._reader = info, reader
+        return info
+
+    def spool_bytes(self, num_tokens: int) -> int:
+        """Give what one request of so many tokens takes in the spool."""
+        assert self._info is not None
+        return entry_bytes(self._info.shape, num_tokens)
+
+    async def capture(self, request: CaptureRequest) -> CapturedSample:
+        """Run one request and take its entry.
+
+        Raises:
+            CaptureFailed: this request failed.
+            EngineLost: the server is gone for good; nothing more can be captured.
+        """
+        if self._lost:
+            await self._reconnect()
+        rid = Rid(self.run, request.key, request.attempt, len(request.input_ids))
+        try:
+            await self._send(rid, request)
+            entry = await self._wait_for_entry(rid)
+        except BaseException:
+            # The server may still publish it; a late entry must not fill the spool.
+            self._abandoned.add(rid)
+            self._forget_abandoned()
+            raise
+        self._forget_abandoned()
+        return self._as_sample(entry, request)
+
+    async def close(self) -> None:
+        """Close connections (the server aborts what was running) and take this run's leftovers away."""
+        await self._http.aclose()
+        if self._reader is not None:
+            self._reader.close()
+
+    async def _send(self, rid: Rid, request: CaptureRequest) -> None:
+        try:
+            response = await self._http.post("/generate", json=generate_body(rid, request.input_ids.tolist()))
+        except httpx.TimeoutException as error:
+            raise CaptureFailed("timeout", f"no answer ({type(error).__name__})", transient=True) from error
+        except httpx.TransportError as error:
+            self._lost = True
+            raise CaptureFailed("connection-lost", str(error) or type(error).__name__, transient=True) from error
+        if response.status_code != httpx.codes.OK:
+            transient = response.status_code >= 500 or response.status_code == httpx.codes.TOO_MANY_REQUESTS
+            raise CaptureFailed(
+                "server-error" if transient else "rejected-by-server",
+                f"HTTP {response.status_code}: {_message(response)}",
+                transient=transient,
+            )
+        self._check_meta(response, len(request.input_ids))
+
+    def _check_meta(self, response: httpx.Response, num_tokens: int) -> None:
+        try:
+            meta: dict[str, Any] = response.json()["meta_info"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CaptureFailed("bad-response", f"no meta_info: {response.text[:200]}", transient=True) from error
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            raise CaptureFailed("aborted-by-server", str(reason.get("message", "")), transient=True)
+        if meta.get("prompt_tokens", num_tokens) != num_tokens:
+            raise CaptureFailed(
+                "cut-by-server",
+                f"the server took {meta['prompt_tokens']} of {num_tokens} tokens (--allow-auto-truncate?)",
+                transient=False,
+            )
+
+    async def _wait_for_entry(self, rid: Rid) -> ReadyEntry:
+        assert self._reader is not None
+        deadline_s, pause_s = time.monotonic() + ENTRY_WAIT_S, 0.001
+        while True:
+            try:
+                match self._reader.take(rid):
+                    case ReadyEntry() as entry:
+                        return entry
+                    case FailedNote(reason, detail):
+                        raise CaptureFailed(reason, detail, transient=reason in TRANSIENT)
+            except SpoolError as error:
+                raise CaptureFailed("damaged-entry", error.what, transient=True) from error
+            if time.monotonic() > deadline_s:
+                self._lost = True  # perhaps a restarted server with another spool: shake hands again
+                raise CaptureFailed("no-entry", f"nothing in the spool {ENTRY_WAIT_S:.0f} s after", transient=True)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+
+    def _as_sample(self, entry: ReadyEntry, request: CaptureRequest) -> CapturedSample:
+        """View the entry as arrays, after the tokens that the model saw were found to be the ones that were sent."""
+        assert self._info is not None
+        shape = self._info.shape
+        if entry.layout.shape != shape:
+            entry.release()
+            self._lost = True
+            raise CaptureFailed("other-shape", f"the entry holds {entry.layout.shape}", transient=True)
+        token_ids = np.frombuffer(entry.token_ids(), dtype="<i8")
+        if not np.array_equal(token_ids, request.input_ids):
+            row = int(np.argmax(token_ids != request.input_ids))
+            found = f"row {row} is token {token_ids[row]}, sent was {request.input_ids[row]}"
+            del token_ids
+            entry.release()
+            raise CaptureFailed("wrong-tokens", found, transient=True)
+        states = tuple(
+            np.frombuffer(entry.state(index), dtype=NUMPY_DTYPES[shape.dtype]).reshape(-1, shape.hidden_size)
+            for index in range(len(shape.names))
+        )
+        return CapturedSample(token_ids=token_ids, states=states, release=entry.release)
+
+    async def _reconnect(self) -> None:
+        """Wait for a server that went away, and make sure that it is the same one in every fact that matters."""
+        async with self._reconnecting:
+            if not self._lost:
+                return
+            assert self._info is not None
+            before, deadline_s = self._info, time.monotonic() + self._server_wait_s
+            while True:
+                if self._reader is not None:
+                    self._reader.close()
+                    self._reader = None
+                try:
+                    after = await asyncio.to_thread(self.handshake)
+                    break
+                except HsdumpError as error:
+                    if time.monotonic() > deadline_s:
+                        raise EngineLost(
+                            f"the server at {self.url} went away and did not come back within "
+                            f"{self._server_wait_s:.0f} s: {error.what}",
+                            "start it again and run the same extract command: it goes on where it stopped",
+                        ) from error
+                    await asyncio.sleep(0.5)
+            changed = [name for name in _IDENTITY if getattr(before, name) != getattr(after, name)]
+            if changed:
+                lines = [f"{name} was {getattr(before, name)}, is {getattr(after, name)}" for name in changed]
+                raise EngineLost(
+                    f"another server answers at {self.url} now: {'; '.join(lines)}",
+                    "start the server as it was, or extract into a new store",
+                )
+            self._lost = False
+
+    def _forget_abandoned(self) -> None:
+        if self._reader is not None:
+            for rid in self._abandoned:
+                self._reader.forget(rid)
+
+
+_IDENTITY = ("engine_version", "model_path", "model_class", "num_layers", "vocab_size", "shape")
+"""Facts that may not change under a run."""
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        body = response.json()
+        return str(body.get("message") or body.get("error") or body)[:500]
+    except (ValueError, AttributeError):
+        return response.text[:500]

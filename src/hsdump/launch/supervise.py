@@ -1,0 +1,68 @@
+"""Run the server as a child, pass signals on, and take the spool away when it has ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from types import FrameType
+
+from hsdump.errors import SpoolError
+from hsdump.launch.command import ServeCommand, ServeOptions
+from hsdump.spool.locks import AliveLock
+from hsdump.spool.names import SpoolPaths
+
+
+def make_spool(options: ServeOptions) -> AliveLock:
+    """Create the spool and hold it, so that nobody takes it for an abandoned one while the server loads.
+
+    Raises:
+        SpoolError: not enough room for what `--spool-bytes` promises, or no right to create it.
+    """
+    paths = SpoolPaths(options.spool)
+    try:
+        paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = AliveLock(paths.root / "launcher.lock")
+        for folder in paths.folders():
+            folder.mkdir(mode=0o700, exist_ok=True)
+    except BlockingIOError:
+        raise SpoolError(
+            f"{paths.root} belongs to another hsdump serve that is running", "leave --spool out, or name another folder"
+        ) from None
+    except OSError as error:
+        raise SpoolError(f"the spool {paths.root} cannot be made ({error})", "name a folder with --spool") from error
+    stat = os.statvfs(paths.root)
+    total = stat.f_blocks * stat.f_frsize
+    if options.spool_bytes > total:
+        lock.release()
+        shutil.rmtree(paths.root, ignore_errors=True)
+        raise SpoolError(
+            f"--spool-bytes {options.spool_bytes} is more than all of the file system under {paths.root} ({total})",
+            f"use --spool-bytes {total // 2}, or enlarge it (docker: --shm-size, Kubernetes: emptyDir sizeLimit)",
+        )
+    return lock
+
+
+def run_server(options: ServeOptions, command: ServeCommand) -> int:
+    """Start the server and wait for its end; the spool exists exactly as long.
+
+    Returns:
+        The server's exit code, or 128 + signal number.
+    """
+    lock = make_spool(options)
+    child: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if child is not None and child.poll() is None:
+            child.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    try:
+        child = subprocess.Popen(command.argv, env={**options.environment, **command.variables})
+        code = child.wait()
+    finally:
+        lock.release()
+        shutil.rmtree(options.spool, ignore_errors=True)
+    return 128 - code if code < 0 else code

@@ -1,0 +1,39 @@
+"""What the server side tells a client, through files in the spool: what it offers, or why it offers nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hsdump.schema import EngineInfo
+from hsdump.spool.locks import AliveLock
+from hsdump.spool.names import SpoolPaths
+
+
+class Announcement:
+    """One capturing process's file in the spool, valid while its lock is held, which is while the process lives."""
+
+    def __init__(self, root: Path) -> None:
+        """Make the spool's folders, readable by this user only: states and tokens are people's conversations."""
+        self._paths = SpoolPaths(root)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = AliveLock(self._paths.server_lock(os.getpid()))
+        for folder in self._paths.folders():
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    def offer(self, info: EngineInfo, *, host: str, port: int) -> None:
+        """Say what is captured here."""
+        self._write({"info": asdict(info), "host": host, "port": port})
+
+    def decline(self, reason: str, *, host: str = "", port: int = 0) -> None:
+        """Say why nothing is captured here. The server itself goes on without hsdump."""
+        self._write({"declined": reason, "host": host, "port": port})
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        path = self._paths.server_file(os.getpid())
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({**facts, "pid": os.getpid()}))
+        partial.rename(path)

@@ -1,0 +1,65 @@
+"""Leftovers: entries of clients that died, spools of servers that died. What has a living owner is never touched."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hsdump.spool.locks import is_held
+from hsdump.spool.names import PREFIX, SHARED_MEMORY, Rid, SpoolPaths, is_run
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep removed."""
+
+    files: int = 0
+    num_bytes: int = 0
+    spools: tuple[str, ...] = ()
+
+    def __add__(self, other: Swept) -> Swept:
+        return Swept(self.files + other.files, self.num_bytes + other.num_bytes, self.spools + other.spools)
+
+
+def sweep_dead_clients(root: Path) -> Swept:
+    """Remove what dead client runs left in a living spool."""
+    paths = SpoolPaths(root)
+    files = num_bytes = 0
+    for folder in paths.entries():
+        for path in list(folder.glob(f"*{PREFIX}*")):
+            rid = Rid.parse(path.name.lstrip("."))
+            if rid is None or is_held(paths.client_lock(rid.run)):
+                continue
+            size = _size(path)
+            path.unlink(missing_ok=True)
+            files, num_bytes = files + 1, num_bytes + size
+    for lock in list(paths.clients.glob("*.lock")):
+        if is_run(lock.stem) and not is_held(lock):
+            lock.unlink(missing_ok=True)
+    return Swept(files, num_bytes)
+
+
+def is_abandoned(root: Path) -> bool:
+    """Tell whether a spool has no living server, launcher or client."""
+    paths = SpoolPaths(root)
+    locks = [*root.glob("*.lock"), *paths.clients.glob("*.lock")]
+    return paths.partial.is_dir() and not any(is_held(lock) for lock in locks)
+
+
+def sweep_dead_spools(shared_memory: Path = SHARED_MEMORY) -> Swept:
+    """Remove the spools of servers that are gone, kill -9 included."""
+    total = Swept()
+    for root in sorted(shared_memory.glob(f"{PREFIX}*")):
+        if root.is_dir() and not root.is_symlink() and is_abandoned(root):
+            sizes = [_size(path) for path in root.rglob("*") if path.is_file()]
+            shutil.rmtree(root, ignore_errors=True)
+            total += Swept(len(sizes), sum(sizes), (str(root),))
+    return total
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
