@@ -1,0 +1,120 @@
+"""`hsdump prepare`: conversations to tokens and loss masks, in one file that `hsdump extract` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Group, RenderableType
+
+from hsdump.cli.output import Result, emit
+from hsdump.errors import InputError, UsageError
+from hsdump.prompts import PromptOptions, Renderer, Skip, read_samples
+from hsdump.prompts.options import DEFAULT_DATE
+from hsdump.prompts.report import PrepareReport
+from hsdump.prompts.samples_file import writing_samples
+from hsdump.prompts.show import show_sample
+
+ROWS_LOST = 3
+"""Exit code: samples were written, and some rows were damaged (`--skip-bad-rows` makes it 0)."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the verb."""
+    app.command("prepare")(prepare)
+
+
+def prepare(
+    *,
+    inputs: list[Path] = typer.Argument(help="JSONL, JSON or Parquet, also as .gz; what each row is, is found out."),
+    out: Path = typer.Option(..., "--out", help="Parquet file to write."),
+    model: str | None = typer.Option(None, "--model", help="The target's folder: its tokenizer and chat template."),
+    max_tokens: int = typer.Option(32_768, min=1, help="Longer samples are skipped, never cut."),
+    turns: str = typer.Option("all", help="Assistant turns to learn: all or last."),
+    thinking: str = typer.Option("keep", help="keep, drop or refuse the assistant's thinking."),
+    control_tokens: str = typer.Option("skip", help="Rows whose text spells a control token: skip or allow."),
+    chat_template: Path | None = typer.Option(None, help="Jinja file to use instead of the model's template."),
+    date: str = typer.Option(DEFAULT_DATE, help="What templates print as today."),
+    default_system: str | None = typer.Option(None, help="System message for rows that bring none."),
+    role: list[str] = typer.Option([], help="Another role name, as NAME=assistant. Repeatable."),
+    skip_bad_rows: bool = typer.Option(False, "--skip-bad-rows", help="Exit 0 although rows were damaged."),
+    show: int = typer.Option(0, min=0, help="Print this many samples, learned tokens coloured."),
+    as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
+) -> int:
+    """Turn conversations into token ids and loss masks.
+
+    Exit code 0: every row became a sample or was skipped by a documented rule. 3: some rows were damaged or not
+    understood. 65: nothing was left.
+    """
+    options = PromptOptions(
+        max_tokens=max_tokens,
+        turns=_one_of("--turns", turns, ("all", "last")),  # type: ignore[arg-type]  # checked here
+        thinking=_one_of("--thinking", thinking, ("keep", "drop", "refuse")),  # type: ignore[arg-type]  # checked here
+        control_tokens=_one_of("--control-tokens", control_tokens, ("skip", "allow")),  # type: ignore[arg-type]  # checked here
+        chat_template=_read_template(chat_template),
+        date=date,
+        default_system=default_system,
+        roles=_roles(role),
+        skip_bad_rows=skip_bad_rows,
+    )
+    renderer = Renderer.load(model, options) if model else None
+    settings = {**_settings(options), "model": model, "inputs": [str(path) for path in inputs]}
+    if renderer is not None:
+        settings["tokenizer_digest"] = renderer.tokenizer_digest
+        settings["template_digest"] = renderer.template_digest
+    report = PrepareReport(settings=settings)
+    shown: list[RenderableType] = []
+    with writing_samples(out, settings) as file:
+        for item in read_samples(inputs, renderer, options, report.notes):
+            report.add(item)
+            if isinstance(item, Skip):
+                continue
+            file.append(item)
+            if renderer is not None and len(shown) < show:
+                shown.append(show_sample(item, renderer.backend))
+        if not report.samples:
+            raise InputError(_nothing_left(report), "see the reasons above; --json prints them all")
+    report_path = out.with_name(out.name + ".report.json")
+    report_path.write_bytes(msgspec.json.format(msgspec.json.encode(report.data()), indent=2))
+    code = ROWS_LOST if report.lost and not skip_bad_rows else 0
+    result = Result(data=report.data(), text=Group(*shown, report.text()), exit_code=code)
+    return emit(result, as_json=as_json)
+
+
+def _nothing_left(report: PrepareReport) -> str:
+    reasons = ", ".join(f"{reason} {count}" for reason, count in report.skips.most_common()) or "no rows"
+    lines = [f"0 samples from {report.notes['rows']} rows ({reasons})"]
+    lines += [f"  {examples[0]['source']}: {examples[0]['detail']}" for examples in report.examples.values()]
+    return "\n".join(lines)
+
+
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise UsageError(f"{option} {value} is not known", f"choose one of {', '.join(known)}")
+    return value
+
+
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template {path} cannot be read: {error}", "pass a Jinja file in UTF-8") from error
+
+
+def _roles(pairs: list[str]) -> dict[str, str]:
+    roles = {}
+    for pair in pairs:
+        name, equals, role = pair.rpartition("=")
+        if not (name and equals and role):
+            raise UsageError(f"--role {pair} has no =", "write --role my_model_v2=assistant")
+        roles[name] = role
+    return roles
+
+
+def _settings(options: PromptOptions) -> dict[str, object]:
+    """Give the options that change tokens or masks; the template goes in as its digest."""
+    names = ("max_tokens", "turns", "thinking", "control_tokens", "date", "default_system", "roles")
+    return {name: getattr(options, name) for name in names}

@@ -1,0 +1,216 @@
+"""Files in, rows out. The format is found from the content, because names in the field lie about it.
+
+Nothing here knows what a row means. Memory is bounded by the largest single row, not by the file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hsdump.errors import InputError
+from hsdump.prompts.options import Skip
+
+_CHUNK_CHARS = 1 << 20
+_WHOLE_DOCUMENT_BYTES = 256 << 20
+"""A file that starts with an unfinished `{` is tried as one JSON object up to this size."""
+
+_PARQUET_BATCH_ROWS = 256
+_TOKEN_COLUMNS = frozenset({"input_ids", "loss_mask"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One record as the file holds it."""
+
+    source: str
+    """`file.jsonl:12` (line, from 1) or `file.json[3]`, `file.parquet[3]` (index, from 0)."""
+
+    value: Any
+
+
+def read_rows(path: Path) -> Iterator[Row | Skip]:
+    """Yield the rows of one file in order.
+
+    A line that is not JSON, or not UTF-8, is a `Skip` with its own line number.
+
+    Raises:
+        InputError: the file is missing, unreadable, or no format that is known here.
+    """
+    if not path.is_file():
+        raise InputError(f"input {path} is not a file", "pass files: JSONL, JSON or Parquet, also as .gz")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic == b"PAR1":
+            yield from _parquet_rows(path)
+            return
+        with _open_text(path, magic) as lines:
+            yield from _json_rows(path.name, lines)
+    except (OSError, EOFError) as error:
+        raise InputError(f"input {path} cannot be read: {error}", "check the file, it may be cut") from error
+
+
+def _open_text(path: Path, magic: bytes) -> IO[bytes]:
+    if magic.startswith(b"\x1f\x8b"):
+        return cast("IO[bytes]", gzip.open(path, "rb"))
+    return path.open("rb")
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    index = 0
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
+            tokens = {
+                name: batch.column(name)
+                for name, kind in zip(batch.schema.names, batch.schema.types, strict=True)
+                if name in _TOKEN_COLUMNS and pa.types.is_list(kind) and pa.types.is_integer(kind.value_type)
+            }
+            for place, value in enumerate(batch.drop_columns(list(tokens)).to_pylist() or [{}] * len(batch)):
+                # Token columns go to numpy directly: one Python object a token would cost 100 times the memory.
+                for name, column in tokens.items():
+                    value[name] = column[place].values.to_numpy() if column[place].is_valid else None
+                yield Row(source=f"{path.name}[{index}]", value=value)
+                index += 1
+
+
+def _json_rows(name: str, file: IO[bytes]) -> Iterator[Row | Skip]:
+    first, number = b"", 0
+    for first in file:
+        number += 1
+        if first.strip(_JSON_SPACE):
+            break
+    start = first.lstrip(b"\xef\xbb\xbf" if number == 1 else b"").strip(_JSON_SPACE)
+    if start.startswith(b"["):
+        yield from _array_rows(name, start, file)
+        return
+    if start.startswith(b"{") and _decode(start) is _BAD:
+        # Either one object over several lines, or lines of which the first is damaged.
+        rest = file.read(_WHOLE_DOCUMENT_BYTES)
+        whole = _decode(start + b"\n" + rest)
+        if whole is not _BAD:
+            yield Row(source=f"{name}[0]", value=whole)
+            return
+        lines = rest.split(b"\n") if rest else []
+        yield from _line_rows(name, number, [start, *lines[:-1]])
+        yield from _line_rows(name, number + len(lines), _resumed(lines[-1:], file))
+        return
+    yield from _line_rows(name, number, [start])
+    yield from _line_rows(name, number + 1, file)
+
+
+def _resumed(tail: list[bytes], file: IO[bytes]) -> Iterator[bytes]:
+    """Join the unfinished last line of a block with what the file still holds of it."""
+    if tail:
+        yield tail[0] + file.readline()
+    yield from file
+
+
+_JSON_SPACE = b" \t\r\n"
+
+
+def _line_rows(name: str, number: int, lines: Any) -> Iterator[Row | Skip]:
+    """Split at b"\\n" only: U+2028, U+0085 and their like are text inside a JSON string."""
+    for line_number, line in enumerate(lines, start=number):
+        text = line.strip(_JSON_SPACE)
+        if not text:
+            continue
+        source = f"{name}:{line_number}"
+        value = _decode(text)
+        if value is _BAD:
+            yield Skip(source=source, reason="bad-json", detail=_why_bad(text))
+        else:
+            yield Row(source=source, value=value)
+
+
+_BAD = object()
+
+
+def _decode(text: bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    try:
+        # Slower and more lenient: lone surrogates and NaN are legal to it, and get their own reason later.
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _BAD
+
+
+def _why_bad(text: bytes) -> str:
+    try:
+        json.loads(text)
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 at byte {error.start}"
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    return "not JSON"
+
+
+def _array_rows(name: str, start: bytes, file: IO[bytes]) -> Iterator[Row | Skip]:
+    """Decode the elements of a JSON array one by one; a second array after the first goes on counting."""
+    decoder, buffer, index = json.JSONDecoder(), _TextBuffer(start, file), 0
+    inside = False
+    while buffer.skip(" \t\r\n," if inside else " \t\r\n"):
+        head = buffer.text[buffer.at]
+        if head == ("]" if inside else "["):
+            inside, buffer.at = not inside, buffer.at + 1
+            continue
+        try:
+            value, end = decoder.raw_decode(buffer.text, buffer.at)
+        except (ValueError, RecursionError) as error:
+            if buffer.more():
+                continue
+            yield Skip(source=f"{name}[{index}]", reason="bad-json", detail=f"{error}; the rest is unreadable")
+            return
+        buffer.at = end
+        yield Row(source=f"{name}[{index}]", value=value)
+        index += 1
+    if inside:
+        yield Skip(source=f"{name}[{index}]", reason="bad-json", detail="the array is not closed: the file is cut")
+
+
+class _TextBuffer:
+    """A window over a file's text that grows until the element in it is complete."""
+
+    def __init__(self, start: bytes, file: IO[bytes]) -> None:
+        # The window is text, the file bytes: a character cut at a block's end waits in `pending`.
+        self.text, self.at, self._file, self._pending = "", 0, file, start + b"\n"
+        self._block = _CHUNK_CHARS
+        self.more()
+
+    def more(self) -> bool:
+        block = self._file.read(self._block)
+        self._block *= 2
+        data = self._pending + block
+        if not data:
+            return False
+        cut = len(data)
+        if block:
+            while cut > len(data) - 4 and cut > 0 and (data[cut - 1] & 0xC0) == 0x80:
+                cut -= 1
+            if cut > 0 and data[cut - 1] >= 0xC0:
+                cut -= 1
+        self.text = self.text[self.at :] + data[:cut].decode("utf-8", errors="surrogateescape")
+        self.at, self._pending = 0, data[cut:]
+        return True
+
+    def skip(self, characters: str) -> bool:
+        """Move to the next character that is none of these; False at the end of the file."""
+        while True:
+            while self.at < len(self.text):
+                if self.text[self.at] not in characters:
+                    return True
+                self.at += 1
+            self._block = _CHUNK_CHARS
+            if not self.more():
+                return False

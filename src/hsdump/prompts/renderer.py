@@ -1,0 +1,286 @@
+"""Rows to samples: the tokenizer, the template and the masks of one model together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsdump.arrays import xxh3
+from hsdump.errors import InputError, UsageError
+from hsdump.prompts.conversation import Conversation, Message, TokenRow
+from hsdump.prompts.inputs import Row
+from hsdump.prompts.masks import Layout, MaskFinder, TurnSpan
+from hsdump.prompts.options import PromptOptions, RowRefused, Skip
+from hsdump.prompts.rows import ROLES, parse_row
+from hsdump.prompts.template import Template, template_messages
+from hsdump.prompts.tokenrows import token_sample
+from hsdump.samples import TokenSample
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one row became."""
+
+    samples: tuple[TokenSample, ...] = ()
+    skips: tuple[Skip, ...] = ()
+    notes: Counter[str] = field(default_factory=Counter)
+    """Things worth a line in the report: `shape:messages`, `mask:sentinel`, `thinking-lost`, `tokens-straddling`."""
+
+
+@dataclass(kw_only=True)
+class Renderer:
+    """Owns one tokenizer and one template. Cheap to share between rows, not between threads."""
+
+    backend: Any
+    """A `tokenizers.Tokenizer`."""
+
+    template: Template | None
+    options: PromptOptions
+    tokenizer_digest: str
+    """xxh3 of the tokenizer's files."""
+
+    vocab_size: int
+    bos_id: int | None
+    control_tokens: tuple[str, ...]
+    """Texts that become one special token wherever they stand."""
+
+    def __post_init__(self) -> None:
+        added = tuple(token.content for token in self.backend.get_added_tokens_decoder().values())
+        self._finder = MaskFinder(template=self.template, control_tokens=added) if self.template else None
+
+    @classmethod
+    def load(cls, model_path: str, options: PromptOptions) -> Renderer:
+        """Read tokenizer and template of a model; the weights are not touched.
+
+        Raises:
+            InputError: no tokenizer there, or one without character offsets.
+            UsageError: an option that cannot be, such as a date that is none.
+        """
+        tokenizer = _load_tokenizer(model_path)
+        date = _date(options.date)
+        for name, role in options.roles.items():
+            if role not in set(ROLES.values()):
+                known = ", ".join(sorted(set(ROLES.values())))
+                raise UsageError(f"role {name!r} is mapped to {role!r}", f"map it to one of {known}")
+        text = options.chat_template or _template_text(tokenizer)
+        special = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        control = tuple(
+            token.content
+            for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+            if token.special and token.content.strip()
+        )
+        return cls(
+            backend=tokenizer.backend_tokenizer,
+            template=Template(text=text, special_tokens=special, date=date) if text else None,
+            options=options,
+            tokenizer_digest=_tokenizer_digest(model_path, tokenizer),
+            vocab_size=options.vocab_size or len(tokenizer),
+            bos_id=tokenizer.bos_token_id,
+            control_tokens=control,
+        )
+
+    @property
+    def template_digest(self) -> str:
+        """xxh3 of the template's text; of nothing when the model has none."""
+        return xxh3((self.template.text if self.template else "").encode())
+
+    @property
+    def date(self) -> str:
+        """What "today" is in every prompt."""
+        return self.options.date
+
+    def sample(self, row: Row) -> list[TokenSample] | Skip:
+        """Make the samples of one row; several when thinking makes it be cut."""
+        outcome = self.outcome(row)
+        return list(outcome.samples) if outcome.samples else outcome.skips[0]
+
+    def outcome(self, row: Row) -> Outcome:
+        """Make the samples of one row, with everything that the report should say about it.
+
+        Raises:
+            InputError: the row needs a chat template and there is none.
+        """
+        notes: Counter[str] = Counter()
+        source = row_source(row)
+        try:
+            shape, parsed = parse_row(row.value, self.options)
+            notes[f"shape:{shape}"] += 1
+            if isinstance(parsed, TokenRow):
+                sample = token_sample(parsed, source=source, vocab_size=self.vocab_size, options=self.options)
+                return Outcome(samples=(sample,), notes=notes)
+            return self._conversation(source, parsed, notes)
+        except RowRefused as refused:
+            skip = Skip(source=source, reason=refused.reason, detail=refused.detail)
+            return Outcome(skips=(skip,), notes=notes)
+
+    def _conversation(self, source: str, conversation: Conversation, notes: Counter[str]) -> Outcome:
+        messages = self._thinking_policy(conversation.messages)
+        self._check_text(messages)
+        samples: list[TokenSample] = []
+        skips: list[Skip] = []
+        wanted = set(conversation.assistant_turns() if self.options.turns == "all" else [len(messages) - 1])
+        open_turns = set(wanted)
+        while open_turns:
+            last = max(open_turns)
+            layout, turns = self._layout(messages[: last + 1], conversation.tools, open_turns)
+            open_turns -= {turn.message for turn in turns}
+            part = source if not samples and not skips and not open_turns else f"{source}#turn{last}"
+            notes[f"mask:{layout.strategy}"] += 1
+            notes["thinking-lost"] += sum(not turn.thinking_kept for turn in turns)
+            notes["turns-altered"] += sum(turn.altered and turn.thinking_kept for turn in turns)
+            try:
+                samples.append(self._tokens(part, layout, turns, notes))
+            except RowRefused as refused:
+                skips.append(Skip(source=part, reason=refused.reason, detail=refused.detail))
+        if len(samples) + len(skips) > 1:
+            notes["rows-cut-at-turns"] += 1
+        return Outcome(samples=tuple(reversed(samples)), skips=tuple(skips), notes=+notes)
+
+    def _layout(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], open_turns: set[int]
+    ) -> tuple[Layout, list[TurnSpan]]:
+        """Lay a conversation out and choose the turns that this rendering shows in full.
+
+        The last turn is always among them: no other rendering would show more of it.
+        """
+        if self._finder is None or self.template is None:
+            raise InputError(
+                "the model has no chat template, and a row holds messages",
+                "pass --chat-template FILE, or rows that have input_ids already",
+            )
+        layout = self._finder.layout(template_messages(self.template, messages), tools)
+        last = len(messages) - 1
+        return layout, [
+            turn for turn in layout.turns if turn.message in open_turns and (turn.thinking_kept or turn.message == last)
+        ]
+
+    def _tokens(self, source: str, layout: Layout, turns: Sequence[TurnSpan], notes: Counter[str]) -> TokenSample:
+        encoding = self.backend.encode(layout.text, add_special_tokens=False)
+        input_ids = np.asarray(encoding.ids, dtype=np.int64)
+        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        loss_mask, straddling = mask_tokens(offsets, turns)
+        notes["tokens-straddling"] += straddling
+        check_length(len(input_ids), self.options)
+        if self.bos_id is not None and list(input_ids[:2]) == [self.bos_id] * 2:
+            raise RowRefused("two-bos", f"the text begins with two BOS tokens (id {self.bos_id})")
+        if len(input_ids) and int(input_ids.max()) >= self.vocab_size:
+            detail = f"token id {int(input_ids.max())} of a vocabulary of {self.vocab_size}"
+            raise RowRefused("token-outside-vocabulary", detail)
+        if not loss_mask.any():
+            raise RowRefused("no-trainable-tokens", "no token of the assistant is left to learn from")
+        return TokenSample.make(source, input_ids, loss_mask)
+
+    def _thinking_policy(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        policy = self.options.thinking
+        if policy == "drop":
+            return tuple(m.without_thinking() if m.role == "assistant" else m for m in messages)
+        if policy == "refuse" and any(message.has_thinking for message in messages):
+            raise RowRefused("thinking-refused", "the row has thinking, and --thinking refuse was given")
+        return messages
+
+    def _check_text(self, messages: Sequence[Message]) -> None:
+        for index, message in enumerate(messages):
+            for text in (message.content, message.thinking or ""):
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    detail = f"turn {index} has half a surrogate pair (\\u{ord(text[error.start]):04x}) at character"
+                    raise RowRefused("lone-surrogate", f"{detail} {error.start}") from error
+                if self.options.control_tokens == "skip":
+                    token = next((token for token in self.control_tokens if token in text), None)
+                    if token is not None:
+                        detail = f"turn {index} spells the control token {token!r}; --control-tokens allow keeps it"
+                        raise RowRefused("control-token-in-content", detail)
+
+
+def mask_tokens(offsets: NDArray[np.int64], turns: Sequence[TurnSpan]) -> tuple[NDArray[np.uint8], int]:
+    """Turn character spans into a token mask.
+
+    Letters: S = tokens.
+
+    Args:
+        offsets: int64 [S, 2] character range of each token, from the tokenizer itself.
+        turns: spans to learn.
+
+    Returns:
+        uint8 [S], 1 where a token lies wholly inside one span, and how many tokens lie across an edge. Those are
+        counted out: part of their text is not the assistant's.
+    """
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    mask = np.zeros(len(offsets), dtype=np.uint8)
+    straddling = 0
+    for turn in turns:
+        inside = (starts >= turn.start) & (ends <= turn.end) & (ends > starts)
+        touching = (starts < turn.end) & (ends > turn.start) & ~inside
+        mask[inside] = 1
+        straddling += int(touching.sum())
+    return mask, straddling
+
+
+def check_length(num_tokens: int, options: PromptOptions) -> None:
+    """Refuse what is longer than the limit; nothing is ever cut."""
+    if num_tokens > options.max_tokens:
+        raise RowRefused("too-long", f"{num_tokens} tokens, the limit is {options.max_tokens} (--max-tokens)")
+
+
+def row_source(row: Row) -> str:
+    """Name a row for people: its own id where it has one, else the place in the file."""
+    if isinstance(row.value, Mapping):
+        # `source` is what `hsdump prepare` writes; in other files it tends to name the collection.
+        keys = ("source", "id") if "input_ids" in row.value else ("id", "conversation_id")
+        for key in keys:
+            value = row.value.get(key)
+            if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
+                return str(value).encode(errors="backslashreplace").decode()
+    return row.source
+
+
+def _load_tokenizer(model_path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+    except Exception as error:
+        # transformers raises OSError, ValueError, KeyError, ImportError and more for a folder that is no model.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"no tokenizer can be loaded from {model_path}: {reason}", "pass the model's folder"
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            f"the tokenizer of {model_path} gives no character offsets (it is not a fast tokenizer)",
+            "convert it to tokenizer.json, or pass rows that have input_ids and loss_mask",
+        )
+    return tokenizer
+
+
+def _template_text(tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default") or next(iter(template.values()), None)
+    return template or None
+
+
+def _tokenizer_digest(model_path: str, tokenizer: Any) -> str:
+    files = [Path(model_path) / name for name in _TOKENIZER_FILES]
+    found = [file.read_bytes() for file in files if file.is_file()]
+    if not found:
+        # A name on the hub: the files lie in a cache whose layout is not ours, so digest what was loaded.
+        found = [tokenizer.backend_tokenizer.to_str().encode()]
+    return xxh3(*found)
+
+
+def _date(text: str) -> datetime:
+    try:
+        return datetime.strptime(text, "%Y-%m-%d")  # noqa: DTZ007 - a day in a prompt, no moment in time
+    except ValueError as error:
+        raise UsageError(f"--date {text!r} is no date", "write it as YYYY-MM-DD") from error

@@ -1,0 +1,219 @@
+"""One row, in any of the shapes of the field, to one conversation. The shape is found per row.
+
+Rules that a reader of the report should know: null content is empty text; text parts are joined; parts that are not
+text are refused; turns after the last assistant turn are dropped, because nothing in them is learned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hsdump.prompts.conversation import Conversation, Message, Role, TokenRow
+from hsdump.prompts.options import PromptOptions, RowRefused
+
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
+"""Role names as found in data. `function_call` turns hold a call instead of text."""
+
+_CALL_ROLES = frozenset({"function_call", "tool_call"})
+_MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA_PARTS = frozenset({"image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "file"})
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_THINKING_PARTS = frozenset({"reasoning", "thinking"})
+_THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_LIST_KEYS = ("messages", "conversations", "conversation")
+
+
+def parse_row(value: Any, options: PromptOptions) -> tuple[str, Conversation | TokenRow]:
+    """Recognise one row.
+
+    Returns:
+        The shape's name, for counting, and the row in our own form.
+
+    Raises:
+        RowRefused: the row holds nothing to learn from, or something that is not understood.
+    """
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        value = {"messages": value}
+    if not isinstance(value, Mapping):
+        raise RowRefused("unknown-shape", f"the row is {type(value).__name__}, not an object with messages")
+    if value.get("input_ids") is not None:
+        return "tokens", TokenRow(input_ids=value["input_ids"], loss_mask=value.get("loss_mask"))
+    for key in _LIST_KEYS:
+        if isinstance(value.get(key), list | tuple):
+            return _conversation(value, key, options)
+    keys = ", ".join(sorted(map(str, value))) or "none"
+    raise RowRefused("unknown-shape", f"no messages, conversations or input_ids; the row's keys are: {keys}")
+
+
+def _conversation(value: Mapping[str, Any], key: str, options: PromptOptions) -> tuple[str, Conversation]:
+    turns = value[key]
+    if not turns:
+        raise RowRefused("empty", f"{key} is an empty list")
+    for media in _MEDIA_KEYS:
+        if value.get(media):
+            raise RowRefused("image-content", f"image content is not supported: the row has {media!r}")
+    shape = "sharegpt" if isinstance(turns[0], Mapping) and "from" in turns[0] else "messages"
+    messages = [_message(turn, index, options) for index, turn in enumerate(turns)]
+    chosen = value.get("chosen")
+    if messages[-1].role == "user" and isinstance(chosen, Mapping):
+        shape = "preference"
+        messages.append(_message(chosen, len(messages), options))
+    system = value.get("system")
+    if not (isinstance(system, str) and system):
+        system = options.default_system
+    if system and messages[0].role != "system":
+        messages.insert(0, Message(role="system", content=system))
+    return shape, finish(messages, _tools(value.get("tools")))
+
+
+def finish(messages: list[Message], tools: tuple[dict[str, Any], ...]) -> Conversation:
+    """Cut what follows the last assistant turn, and tie tool results to calls where the data has no ids.
+
+    Raises:
+        RowRefused: no assistant turn, or none with anything in it.
+    """
+    last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=None)
+    if last is None:
+        raise RowRefused("no-assistant-turn", "nothing to learn: no turn of the assistant")
+    if all(message.is_blank for message in messages if message.role == "assistant"):
+        raise RowRefused("no-trainable-tokens", "every turn of the assistant is empty")
+    return Conversation(messages=tuple(_with_call_ids(messages[: last + 1])), tools=tools)
+
+
+def _with_call_ids(messages: list[Message]) -> list[Message]:
+    """Number calls that have no id with nine digits (the form that the strictest template asks for)."""
+    waiting: list[str] = []
+    number = 0
+    for message in messages:
+        if message.tool_calls:
+            waiting = []
+        for call in message.tool_calls:
+            if not call.get("id"):
+                call["id"] = f"{number:09d}"
+            number += 1
+            waiting.append(call["id"])
+        if message.role == "tool" and not message.extra.get("tool_call_id") and waiting:
+            message.extra["tool_call_id"] = waiting.pop(0)
+    return messages
+
+
+def _message(turn: Any, index: int, options: PromptOptions) -> Message:
+    if not isinstance(turn, Mapping):
+        raise RowRefused("unknown-shape", f"turn {index} is {type(turn).__name__}, not an object")
+    name = turn.get("role", turn.get("from"))
+    role = options.roles.get(str(name)) or ROLES.get(str(name).lower())
+    if role is None:
+        detail = f"turn {index} has role {name!r}; map it with --role {name}=assistant (or user, system, tool)"
+        raise RowRefused("unknown-role", detail)
+    content, thinking, calls = _content(turn.get("content", turn.get("value")), index)
+    if str(name).lower() in _CALL_ROLES:
+        content, calls = "", [*calls, *_calls_from_text(content, index)]
+    for key in _THINKING_KEYS:
+        if thinking is None and isinstance(turn.get(key), str) and turn[key]:
+            thinking = turn[key]
+    calls.extend(_call(call, index) for call in turn.get("tool_calls") or ())
+    if turn.get("function_call"):
+        calls.append(_call(turn["function_call"], index))
+    if calls and role != "assistant":
+        raise RowRefused("unknown-shape", f"turn {index} has tool calls but role {name!r}")
+    extra = {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str) and turn[key]}
+    return Message(
+        role=role,  # type: ignore[arg-type]  # options.roles is checked where it is read, in Renderer.load
+        content=content,
+        thinking=thinking if role == "assistant" else None,
+        tool_calls=tuple(calls),
+        extra=extra,
+    )
+
+
+def _content(content: Any, index: int) -> tuple[str, str | None, list[dict[str, Any]]]:
+    """Give text, reasoning and tool calls of a turn's content."""
+    if content is None:
+        return "", None, []
+    if isinstance(content, str):
+        return content, None, []
+    if not isinstance(content, list):
+        raise RowRefused("unknown-part", f"turn {index} has content of type {type(content).__name__}")
+    texts: list[str] = []
+    thinking: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = next((part[key] for key in ("text", "value", "content") if isinstance(part.get(key), str)), None)
+        if kind in _MEDIA_PARTS:
+            raise RowRefused("image-content", f"image content is not supported: turn {index} has a {kind!r} part")
+        if kind in _TEXT_PARTS and text is not None:
+            texts.append(text)
+        elif kind in _THINKING_PARTS and (text is not None or isinstance(part.get(kind), str)):
+            thinking.append(text if text is not None else part[kind])
+        elif kind == "tool_call" and text is not None:
+            calls.extend(_calls_from_text(text, index))
+        else:
+            raise RowRefused("unknown-part", f"turn {index} has a part of type {kind!r} that is not understood")
+    return "".join(texts), "".join(thinking) or None, calls
+
+
+def _calls_from_text(text: str, index: int) -> list[dict[str, Any]]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RowRefused("bad-tool-call", f"turn {index}: the tool call is not JSON: {error}") from error
+    return [_call(call, index) for call in (value if isinstance(value, list) else [value])]
+
+
+def _call(call: Any, index: int) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RowRefused("bad-tool-call", f"turn {index} has a tool call without a function name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        # Broken JSON stays text: some templates can show it, and those that cannot refuse the row.
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments) if arguments.strip() else {}
+    out: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if isinstance(call.get("id"), str) and call["id"]:
+        out["id"] = call["id"]
+    return out
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Read `tools` as a list or as the JSON text of one; bare functions get OpenAI's wrapper."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise RowRefused("bad-tools", f"tools is text but not JSON: {error}") from error
+    if not tools:
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowRefused("bad-tools", f"tools is {type(tools).__name__}, not a list of objects")
+    return tuple(
+        dict(tool) if "function" in tool or "name" not in tool else {"type": "function", "function": dict(tool)}
+        for tool in tools
+    )

@@ -1,0 +1,142 @@
+"""Files in, samples and named skips out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hsdump.errors import InputError
+from hsdump.prompts import PromptOptions, Skip, read_samples
+from hsdump.samples import TokenSample
+
+from .helpers import LoadRenderer
+
+GOOD = {"messages": [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue."}]}
+SHARE = {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}
+
+
+def read(load: LoadRenderer, *paths: Path) -> tuple[list[TokenSample], list[Skip], Counter[str]]:
+    notes: Counter[str] = Counter()
+    items = list(read_samples(paths, load(), PromptOptions(), notes))
+    return [i for i in items if isinstance(i, TokenSample)], [i for i in items if isinstance(i, Skip)], notes
+
+
+def lines(*values: Any) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", lines(GOOD, SHARE)),
+        ("jsonl-in-disguise.json", lines(GOOD, SHARE)),
+        ("array.json", json.dumps([GOOD, SHARE], indent=1)),
+        ("array-on-one-line.jsonl", json.dumps([GOOD, SHARE])),
+        ("bom-and-crlf.jsonl", "\ufeff" + lines(GOOD, SHARE).replace("\n", "\r\n")),
+        ("blank-lines.jsonl", "\n\n" + json.dumps(GOOD) + "\n\n" + json.dumps(SHARE)),
+    ],
+)
+def test_format_is_found_from_content(load: LoadRenderer, tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    samples, skips, notes = read(load, path)
+    assert (len(samples), skips) == (2, [])
+    assert notes["shape:messages"] == notes["shape:sharegpt"] == 1
+    packed = tmp_path / "packed.bin"
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert [sample.key for sample in read(load, packed)[0]] == [sample.key for sample in samples]
+
+
+def test_one_object_over_several_lines(load: LoadRenderer, tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(GOOD, indent=2))
+    assert len(read(load, tmp_path / "one.json")[0]) == 1
+
+
+def test_a_long_array_is_read_in_pieces(load: LoadRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hsdump.prompts.inputs._CHUNK_CHARS", 7)
+    rows = [
+        {"messages": [{"role": "user", "content": "ä你"}, {"role": "assistant", "content": f"🙂{n}"}]} for n in range(9)
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
+    samples, skips, _ = read(load, tmp_path / "a.json")
+    assert (len(samples), skips) == (9, [])
+
+
+def test_parquet_of_messages(load: LoadRenderer, tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([GOOD, {"messages": []}]), tmp_path / "a.parquet")
+    samples, skips, _ = read(load, tmp_path / "a.parquet")
+    assert len(samples) == 1
+    assert (skips[0].source, skips[0].reason) == ("a.parquet[1]", "empty")
+
+
+def test_a_line_that_is_no_json_is_named_by_its_number(load: LoadRenderer, tmp_path: Path) -> None:
+    (tmp_path / "cut.jsonl").write_text("\n" + lines(GOOD) + '{"id": "2", "messages": [{"role": "us')
+    samples, skips, _ = read(load, tmp_path / "cut.jsonl")
+    assert len(samples) == 1
+    assert (skips[0].source, skips[0].reason, skips[0].lost) == ("cut.jsonl:3", "bad-json", True)
+
+
+def test_a_damaged_first_line_does_not_hide_the_rest(load: LoadRenderer, tmp_path: Path) -> None:
+    (tmp_path / "cut.jsonl").write_text('{"id": "2", "mess\n' + lines(GOOD, SHARE))
+    samples, skips, _ = read(load, tmp_path / "cut.jsonl")
+    assert (len(samples), [skip.source for skip in skips]) == (2, ["cut.jsonl:1"])
+
+
+def test_a_cut_array_gives_what_is_whole(load: LoadRenderer, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([GOOD, SHARE])[:-30])
+    samples, skips, _ = read(load, tmp_path / "a.json")
+    assert (len(samples), [skip.reason for skip in skips]) == (1, ["bad-json"])
+
+
+def test_unicode_line_separators_stay_in_the_text(load: LoadRenderer, tmp_path: Path) -> None:
+    row = {
+        "messages": [
+            {"role": "user", "content": "one\u2028two\u0085three"},
+            {"role": "assistant", "content": "ok\u2029ok"},
+        ]
+    }
+    (tmp_path / "ls.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    (sample,), skips, _ = read(load, tmp_path / "ls.jsonl")
+    assert skips == []
+    text = load().backend.decode(sample.input_ids.tolist())
+    assert "one\u2028two\u0085three" in text
+    assert "ok\u2029ok" in text
+
+
+def test_equal_content_is_taken_once_and_equal_ids_are_not_enough(load: LoadRenderer, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines({"id": 7, **GOOD}, {"id": 7, **SHARE}, {"id": "8", **GOOD}))
+    samples, skips, _ = read(load, tmp_path / "a.jsonl")
+    assert [sample.source for sample in samples] == ["7", "7"]
+    assert [(skip.source, skip.reason) for skip in skips] == [("8", "duplicate")]
+
+
+def test_half_a_surrogate_pair_is_named(load: LoadRenderer, tmp_path: Path) -> None:
+    turns = '{"role": "user", "content": "broken \\ud83d"}, {"role": "assistant", "content": "ok"}'
+    bad = f'{{"id": "s\\ud83d", "messages": [{turns}]}}'
+    (tmp_path / "a.jsonl").write_text(bad + "\n" + lines(GOOD))
+    samples, skips, _ = read(load, tmp_path / "a.jsonl")
+    assert len(samples) == 1
+    assert (skips[0].source, skips[0].reason) == ("s\\ud83d", "lone-surrogate")
+    assert "turn 0" in skips[0].detail
+    assert "character 7" in skips[0].detail
+
+
+def test_text_without_a_model_is_an_error_and_tokens_are_not(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(lines({"input_ids": [1, 2]}, {"input_ids": [99]}))
+    items = list(read_samples([tmp_path / "t.jsonl"], None, PromptOptions(vocab_size=50)))
+    assert [type(item) for item in items] == [TokenSample, Skip]
+    (tmp_path / "m.jsonl").write_text(lines(GOOD))
+    with pytest.raises(InputError, match=r"m.jsonl:1 holds text, and no model was named"):
+        list(read_samples([tmp_path / "m.jsonl"], None, PromptOptions()))
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none.jsonl is not a file"):
+        list(read_samples([tmp_path / "none.jsonl"], None, PromptOptions()))
