@@ -11,7 +11,7 @@ import typer
 from hsdump._version import __version__
 from hsdump.errors import HsdumpError, UsageError
 
-VERBS = ("serve", "prepare", "extract", "verify", "store")
+VERBS = ("serve",)
 """Modules of `hsdump.cli`, in the order of the job. Each has `add_to(app)`."""
 
 
@@ -60,3 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 def run() -> None:
     """Console script."""
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()

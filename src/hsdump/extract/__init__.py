@@ -1,0 +1,1 @@
+"""The driver: samples in, requests out, states collected and committed, everything counted."""

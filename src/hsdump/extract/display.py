@@ -1,0 +1,117 @@
+"""What a person sees while a run goes on: counts, rates, what is left, what failed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hsdump.extract.state import RunState
+
+LOG_EVERY_S = 30.0
+
+
+class Display:
+    """A live panel on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, state: RunState, spool_limit: int | None, *, quiet: bool = False) -> None:
+        self._state, self._spool_limit = state, spool_limit
+        self._console = Console(stderr=True)
+        self._live: Live | None = None
+        self._quiet = quiet
+        self._next_line_s = time.monotonic() + LOG_EVERY_S
+        if self._console.is_terminal and not quiet:
+            self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True)
+
+    @contextmanager
+    def shown(self) -> Iterator[Display]:
+        """Show the panel while the body runs."""
+        if self._live is None:
+            yield self
+            return
+        with self._live:
+            yield self
+
+    def tick(self) -> None:
+        """Print a line when it is time for one and there is no terminal."""
+        if self._live is None and not self._quiet and time.monotonic() > self._next_line_s:
+            self._next_line_s = time.monotonic() + LOG_EVERY_S
+            sys.stderr.write(status_line(self._state) + "\n")
+
+    def _panel(self) -> RenderableType:
+        state = self._state
+        table = Table.grid(padding=(0, 2))
+        table.add_row(
+            "samples", f"{state.committed} committed, {state.in_flight} in flight, {_total(state)} read so far"
+        )
+        table.add_row("tokens", f"{state.tokens:,} at {_rate(state):,.0f}/s")
+        table.add_row("written", f"{decimal(state.state_bytes)} at {decimal(int(state.state_bytes / state.seconds))}/s")
+        table.add_row("left", _eta(state))
+        if self._spool_limit:
+            share = state.in_flight_bytes / self._spool_limit
+            table.add_row("spool", f"{decimal(state.in_flight_bytes)} of {decimal(self._spool_limit)} ({share:.0%})")
+        rows: list[RenderableType] = [table]
+        if state.failed or state.skipped:
+            rows.append(Text(_reasons(state), style="yellow"))
+        return Group(*rows)
+
+
+def status_line(state: RunState) -> str:
+    """Say it in one line of plain text."""
+    return (
+        f"hsdump: {state.committed} committed, {state.in_flight} in flight, {_total(state)} read, "
+        f"{_rate(state):,.0f} tokens/s, {decimal(state.state_bytes)} written, {_eta(state)}{_reasons(state)}"
+    )
+
+
+def summary(state: RunState) -> RenderableType:
+    """Say at the end what became of every row."""
+    table = Table(title="extract", title_justify="left", show_header=False)
+    table.add_row("committed in this run", f"{state.committed} samples, {state.tokens:,} tokens")
+    table.add_row("states", f"{decimal(state.state_bytes)} at {_rate(state):,.0f} tokens/s")
+    if state.already:
+        table.add_row("already there", f"{state.already}")
+    if state.earlier_failures:
+        table.add_row("failed earlier", f"{state.earlier_failures} (take them again with --retry-failed)")
+    for reason, count in sorted(state.failed.items()):
+        table.add_row(f"[red]failed: {reason}", f"{count}")
+    for reason, count in sorted(state.skipped.items()):
+        table.add_row(f"[yellow]skipped: {reason}", f"{count}")
+    if state.retries:
+        table.add_row("tries that failed and passed later", f"{state.retries}")
+    if state.stopped:
+        fix = f"\nfix: {state.error.fix}" if state.error else ""
+        table.add_row("[red]stopped early", f"{state.stopped}{fix}\nrun the same command again to go on")
+    return table
+
+
+def _total(state: RunState) -> str:
+    return f"{state.read}" if state.input_done else f"{state.read}+"
+
+
+def _rate(state: RunState) -> float:
+    return state.tokens / max(state.seconds, 1e-9)
+
+
+def _eta(state: RunState) -> str:
+    left = state.to_do
+    if left is None:
+        return "ETA unknown: still reading the input"
+    done = state.committed + state.in_flight
+    if not state.captured:
+        return f"{left} to go"
+    return f"{left} to go, ETA {timedelta(seconds=round(left * state.seconds / max(done, 1)))}"
+
+
+def _reasons(state: RunState) -> str:
+    parts = [f"failed {reason} {count}" for reason, count in state.failed.items()]
+    parts += [f"skipped {reason} {count}" for reason, count in state.skipped.items()]
+    return f" [{', '.join(parts)}]" if parts else ""

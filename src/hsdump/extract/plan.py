@@ -1,0 +1,171 @@
+"""From options and a handshake to what this run will do: which states, which manifest, which limits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from hsdump._version import __version__
+from hsdump.errors import InputError, StoreError, UsageError
+from hsdump.extract.identity import model_digest
+from hsdump.layers import check_layers
+from hsdump.prompts import PromptOptions, Renderer
+from hsdump.schema import EngineInfo, StateShape
+from hsdump.store import Manifest
+
+LAYER_MEANING = "index into transformers' output_hidden_states (0 = embeddings, k = output of decoder layer k-1)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtractOptions:
+    """What `hsdump extract` was asked for."""
+
+    inputs: tuple[Path, ...]
+    out: Path
+    layers: tuple[int, ...] | None = None
+    """None: what the engine captures."""
+
+    model: str | None = None
+    """Where the tokenizer is read from; None: the engine's own model path."""
+
+    max_tokens: int | None = None
+    concurrency: int = 16
+    attempts: int = 5
+    """Tries of one sample, for faults that may pass."""
+
+    retry_failed: bool = False
+    shard_bytes: int = 1 << 30
+    commit_s: float = 30.0
+    """Captured samples wait at most so long for their commit; a kill costs at most this much work."""
+
+    chat_template: str | None = None
+    turns: str = "all"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtractPlan:
+    """What this run will do, settled before the first sample is sent."""
+
+    info: EngineInfo
+    shape: StateShape
+    """What is stored: the engine's states, or the subset that was asked for."""
+
+    columns: tuple[int, ...]
+    """Of the engine's states, the indices to store, the final one last."""
+
+    prompt_options: PromptOptions
+    renderer: Renderer | None
+    manifest: Manifest
+
+
+def check_output(out: Path) -> None:
+    """Find out now, not after the first hour, whether the store can be written.
+
+    Raises:
+        StoreError: a file is in the way, or the folder is not writable.
+    """
+    place = out
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise StoreError(f"{place} is a file", "name a folder with --out")
+    if not os.access(place, os.W_OK | os.X_OK) or shutil.disk_usage(place).free == 0:
+        raise StoreError(f"{place} is not writable", "name a writable folder with --out, or change its rights")
+
+
+def make_plan(options: ExtractOptions, info: EngineInfo) -> ExtractPlan:
+    """Settle states, limits, tokenizer and manifest.
+
+    Raises:
+        UsageError: layers that the engine does not capture, or a limit that makes no sense.
+        InputError: no input file, or the model's files cannot be read.
+    """
+    for path in options.inputs:
+        if not path.exists():
+            raise InputError(f"{path} does not exist", "name a JSONL, JSON or Parquet file")
+    columns = _columns(options.layers, info)
+    shape = StateShape(
+        layers=tuple(info.shape.layers[index] for index in columns[:-1]),
+        hidden_size=info.shape.hidden_size,
+        dtype=info.shape.dtype,
+        final_state=info.shape.final_state,
+    )
+    max_tokens = min(options.max_tokens or info.context_length, info.context_length)
+    if max_tokens < 1:
+        raise UsageError(f"--max-tokens {options.max_tokens} leaves nothing", "use at least 1")
+    prompt_options = PromptOptions(
+        max_tokens=max_tokens,
+        vocab_size=info.vocab_size,
+        turns=options.turns,
+        chat_template=options.chat_template,
+    )
+    renderer = _renderer(options.model or info.model_path, prompt_options)
+    manifest = Manifest(
+        format_version=1,
+        engine=info.engine,
+        engine_version=info.engine_version,
+        model_path=info.model_path,
+        model_digest=model_digest(info.model_path),
+        model_class=info.model_class,
+        num_layers=info.num_layers,
+        vocab_size=info.vocab_size,
+        layers=list(shape.layers),
+        hidden_size=shape.hidden_size,
+        dtype=shape.dtype,
+        final_state=shape.final_state,
+        layer_meaning=LAYER_MEANING,
+        tokenizer_digest=renderer.tokenizer_digest if renderer else "none",
+        template_digest=renderer.template_digest if renderer else "none",
+        max_tokens=max_tokens,
+        codec="raw",
+        hsdump_version=__version__,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        attach=info.attach,
+        notes=list(info.notes),
+    )
+    return ExtractPlan(
+        info=info,
+        shape=shape,
+        columns=columns,
+        prompt_options=prompt_options,
+        renderer=renderer,
+        manifest=manifest,
+    )
+
+
+def count_rows(inputs: Sequence[Path]) -> int | None:
+    """Count the rows of JSONL files by their line ends, for an ETA; None when another format is among them."""
+    total = 0
+    for path in inputs:
+        if path.suffix != ".jsonl":
+            return None
+        with path.open("rb") as file:
+            total += sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    return total
+
+
+def _columns(asked: Sequence[int] | None, info: EngineInfo) -> tuple[int, ...]:
+    captured = info.shape.layers
+    if asked is None:
+        return tuple(range(len(captured) + 1))
+    layers = check_layers(asked, info.num_layers)
+    missing = [layer for layer in layers if layer not in captured]
+    if missing:
+        ids = ",".join(map(str, layers))
+        raise UsageError(
+            f"--layers {ids}: the server captures layers {list(captured)}, so {missing} are not to be had from it",
+            f"leave --layers out, or start the server again with: hsdump serve --layers {ids} -- ...",
+        )
+    return (*(captured.index(layer) for layer in layers), len(captured))
+
+
+def _renderer(model: str, options: PromptOptions) -> Renderer | None:
+    """Load the tokenizer where there is one; input of ready-made token ids does without."""
+    try:
+        return Renderer.load(model, options)
+    except InputError:
+        return None

@@ -1,0 +1,107 @@
+"""The command that `hsdump serve` starts, the checks before it, and the life of its spool."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hsdump.cli.main import main
+from hsdump.errors import SpoolError, UsageError
+from hsdump.launch.command import ServeOptions, build_command, check_environment
+from hsdump.launch.supervise import make_spool
+
+
+def options(tmp_path: Path, **changes: object) -> ServeOptions:
+    values: dict[str, object] = {
+        "python": sys.executable,
+        "spool": tmp_path / "hsdump-spool",
+        "sglang_args": ("--model-path", "/m", "--port", "30000"),
+        "environment": dict(os.environ),
+    }
+    return ServeOptions(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_the_user_s_own_arguments_are_passed_on_untouched(tmp_path: Path) -> None:
+    command = build_command(options(tmp_path, layers="2,4", spool_bytes=1 << 30))
+    assert command.argv == (sys.executable, "-m", "sglang.launch_server", "--model-path", "/m", "--port", "30000")
+    assert command.variables == {
+        "HSDUMP_SPOOL": str(tmp_path / "hsdump-spool"),
+        "HSDUMP_LAYERS": "2,4",
+        "HSDUMP_SPOOL_BYTES": str(1 << 30),
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("", None), ("mine", "mine,hsdump"), ("mine, hsdump", None), ("hsdump", None)]
+)
+def test_a_restricting_plugin_list_keeps_its_meaning(tmp_path: Path, before: str, after: str | None) -> None:
+    command = build_command(options(tmp_path, environment={"SGLANG_PLUGINS": before}))
+    assert command.variables.get("SGLANG_PLUGINS") == after
+
+
+def test_print_gives_a_line_one_can_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["serve", "--print", "--spool", "/dev/shm/hsdump-x", "--python", "py", "--", "--model-path", "a b"])
+    assert code == 0
+    shown = capsys.readouterr().out
+    assert shown == (
+        "env HSDUMP_SPOOL=/dev/shm/hsdump-x HSDUMP_LAYERS=auto HSDUMP_SPOOL_BYTES=8589934592 \\\n"
+        "  py -m sglang.launch_server --model-path 'a b'\n"
+    )
+
+
+def test_no_sglang_arguments_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--print"]) == UsageError.exit_code
+    assert "no SGLang arguments after --" in capsys.readouterr().err
+
+
+def test_what_is_missing_in_the_environment_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not run"):
+        check_environment(str(tmp_path / "python"))
+    with pytest.raises(UsageError, match="has no SGLang"):
+        check_environment(sys.executable)
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho boom >&2\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(UsageError, match="cannot be asked for its packages: boom"):
+        check_environment(str(broken))
+
+
+def test_a_spool_larger_than_its_file_system_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpoolError, match="more than all of the file system"):
+        make_spool(options(tmp_path, spool_bytes=1 << 60))
+    assert not (tmp_path / "hsdump-spool").exists()
+
+
+def test_one_spool_has_one_launcher(tmp_path: Path) -> None:
+    lock = make_spool(options(tmp_path))
+    assert (tmp_path / "hsdump-spool").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(SpoolError, match="belongs to another hsdump serve"):
+        make_spool(options(tmp_path))
+    lock.release()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_the_server_and_the_spool_goes_with_it(tmp_path: Path, number: signal.Signals) -> None:
+    fake = tmp_path / "python"  # stands for the interpreter: sleeps until the signal arrives
+    fake.write_text("#!/bin/sh\nexec sleep 60\n")
+    fake.chmod(0o755)
+    spool = tmp_path / "hsdump-spool"
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from hsdump.launch.command import ServeOptions, build_command\n"
+        "from hsdump.launch.supervise import run_server\n"
+        "o = ServeOptions(python=sys.argv[1], spool=Path(sys.argv[2]), sglang_args=('x',), spool_bytes=1 << 20)\n"
+        "sys.exit(run_server(o, build_command(o)))"
+    )
+    server = subprocess.Popen([sys.executable, "-c", code, str(fake), str(spool)])
+    deadline = time.monotonic() + 30
+    while not (spool / "ready").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    server.send_signal(number)
+    assert server.wait(timeout=30) == 128 + number
+    assert not spool.exists()

@@ -1,0 +1,118 @@
+"""Switching auxiliary capture on in models whose setters disagree, and finding the hooks of a release."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hsdump.sglang import targets
+from hsdump.sglang.facts import conflict
+from hsdump.sglang.switch import AuxSwitch, CannotSwitch
+
+
+class Inner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers_to_capture: list[int] = []
+
+
+class Llama(torch.nn.Module):
+    """The setter most of SGLang's models have: always id + 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Inner()
+        self.capture_aux_hidden_states = False
+
+    def set_eagle3_layers_to_capture(self, ids: Sequence[int]) -> None:
+        self.capture_aux_hidden_states = True
+        self.model.layers_to_capture = [layer + 1 for layer in ids]
+
+
+class DeepSeek(Llama):
+    """deepseek_v2's: id + 1 only when the first id is 1."""
+
+    def set_eagle3_layers_to_capture(self, ids: Sequence[int]) -> None:
+        self.capture_aux_hidden_states = True
+        self.model.layers_to_capture = [layer + 1 for layer in ids] if ids[0] == 1 else list(ids)
+
+
+class Kimi(torch.nn.Module):
+    """A wrapper that delegates, as kimi_k25 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = DeepSeek()
+
+    def set_eagle3_layers_to_capture(self, ids: Sequence[int]) -> None:
+        self.language_model.set_eagle3_layers_to_capture(ids)
+
+
+@pytest.mark.parametrize("model_class", [Llama, DeepSeek, Kimi])
+@pytest.mark.parametrize("layers", [(1, 3, 5), (2, 3, 4), (3,)])
+def test_the_layers_that_were_asked_for_arrive_whatever_the_setter_does(
+    model_class: type[torch.nn.Module], layers: tuple[int, ...]
+) -> None:
+    model = model_class()
+    switch = AuxSwitch(model, layers)
+    core = model.language_model if isinstance(model, Kimi) else model
+    assert core.model.layers_to_capture == list(layers)
+    assert core.capture_aux_hidden_states
+    switch.off()
+    assert core.model.layers_to_capture == []
+    assert not core.capture_aux_hidden_states
+    switch.on()
+    assert core.model.layers_to_capture == list(layers)
+
+
+def test_a_model_whose_capture_is_in_use_is_left_alone() -> None:
+    model = Llama()
+    model.set_eagle3_layers_to_capture([1, 2, 3])
+    with pytest.raises(CannotSwitch, match="already in use"):
+        AuxSwitch(model, (2, 3, 4))
+    assert model.model.layers_to_capture == [2, 3, 4]
+
+
+def test_a_model_without_or_with_two_capture_points_is_refused() -> None:
+    with pytest.raises(CannotSwitch, match="has 0 modules with layers_to_capture"):
+        AuxSwitch(torch.nn.Linear(1, 1), (2,))
+    both = torch.nn.ModuleList([Llama(), Llama()])
+    with pytest.raises(CannotSwitch, match="has 2 modules with layers_to_capture"):
+        AuxSwitch(both, (2,))
+
+
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.12.post1", "0.5.17", "0.5.23", "0.5.20+cu129"])
+def test_releases_of_the_table_need_no_note(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "_check_features", lambda _: None)
+    assert targets.targets_for(version) == (targets.Targets(), ())
+
+
+@pytest.mark.parametrize("version", ["0.5.24", "0.6.0", "0.5.10", "0.5.23.dev17+gabcdef", "our-fork"])
+def test_an_unknown_release_is_tried_by_feature_and_says_so(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "_check_features", lambda _: None)
+    _, notes = targets.targets_for(version)
+    assert notes
+    assert f"SGLang {version} is outside 0.5.11..0.5.23" in notes[0]
+
+
+def test_a_release_without_the_functions_to_hook_is_unsupported() -> None:
+    with pytest.raises(targets.Unsupported, match="does not exist"):
+        targets.targets_for("0.5.23")  # sglang is not installed in this environment
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "word"),
+    [
+        ("speculative_algorithm", "EAGLE3", "--speculative-algorithm EAGLE3"),
+        ("enable_return_aux_hidden_states", True, "--enable-return-aux-hidden-states"),
+        ("pp_size", 2, "--pp-size 2"),
+        ("enable_dp_attention", True, "--enable-dp-attention"),
+        ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
+    ],
+)
+def test_settings_under_which_rows_would_be_wrong_are_named(setting: str, value: object, word: str) -> None:
+    assert conflict(SimpleNamespace(server_args=SimpleNamespace())) is None
+    found = conflict(SimpleNamespace(server_args=SimpleNamespace(**{setting: value})))
+    assert found is not None
+    assert word in found
