@@ -13,7 +13,7 @@ header, so a header that a user typed changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hsdump.prompts.conversation import THINK_CLOSE, THINK_OPEN
@@ -26,6 +26,12 @@ _PLANES = (0xF0000, 0x100000)
 """First code points of the two private planes: no language, no case, no whitespace, never normalised."""
 
 _PLANE_SIZE = 0xFFFE
+_MIN_INNER_CHARS = 48
+_STYLES = ("every", "filled", "inner")
+"""How sentinels are placed, tried in this order, because templates ask questions of the text: `every` piece, also an
+empty reply; only `filled` pieces (for "if content"); `inner` third of text that is not the assistant's (for
+"content.startswith(...)")."""
+
 _TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking")
 
 
@@ -39,6 +45,9 @@ class TurnSpan:
 
     thinking_kept: bool
     """False when the turn has thinking in the data and the template did not show it."""
+
+    calls_kept: bool
+    """False when the template left out a tool call."""
 
     altered: bool
     """True when the template changed text that it did show, or left a part out."""
@@ -60,12 +69,14 @@ class _Mark:
     message: int
     opening: str
     closing: str
-    piece: str
-    thinking: bool
-    lead: int
-    """Whitespace characters of the piece before the opening sentinel."""
+    kind: Literal["content", "thinking", "call"]
+    core: str
+    """The text between the sentinels."""
 
-    trail: int
+    lead: str = ""
+    """Whitespace of the piece before the opening sentinel."""
+
+    trail: str = ""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,15 +108,17 @@ class MaskFinder:
             text, spans = self.template.render_spans(messages, tools)
         else:
             text, spans = self.template.render(messages, tools), []
-        marked_messages, marks = _mark(messages, text)
-        try:
-            turns = self._sentinel_turns(messages, tools, text, (marked_messages, marks))
-        except _NoProof as no_proof:
-            turns = self._prefix_turns(messages, tools, text, str(no_proof))
-            return Layout(text=text, turns=turns, strategy="prefix")
-        if spans:
-            return Layout(text=text, turns=self._generation_turns(text, spans, turns), strategy="generation")
-        return Layout(text=text, turns=turns, strategy="sentinel")
+        why = ""
+        for style in _STYLES:
+            try:
+                turns = self._sentinel_turns(messages, tools, text, _mark(messages, text, style))
+            except _NoProof as no_proof:
+                why = why or str(no_proof)
+                continue
+            if spans:
+                return Layout(text=text, turns=self._generation_turns(text, spans, turns), strategy="generation")
+            return Layout(text=text, turns=turns, strategy="sentinel")
+        return Layout(text=text, turns=self._prefix_turns(messages, tools, text, why), strategy="prefix")
 
     def _sentinel_turns(
         self,
@@ -147,6 +160,10 @@ class MaskFinder:
                 if place >= 0:
                     found.append((place, sentinel))
                     at = place
+            if mark.kind == "call" and mark.closing in text[at + 1 :]:
+                # Some templates name the called function again in the result's header; only the first is the call.
+                head, rest = text[: at + 1], text[at + 1 :]
+                text = head + rest.replace(mark.opening, "").replace(mark.closing, "")
         found.sort()
         pieces, places, start = [], {}, 0
         for count, (place, sentinel) in enumerate(found):
@@ -175,15 +192,7 @@ class MaskFinder:
             # Line breaks after the end token are the template's: the model stops before them.
             tail = text[turn.end : end]
             stop = end if tail.strip() else turn.end
-            out.append(
-                TurnSpan(
-                    message=turn.message,
-                    start=start,
-                    end=stop,
-                    thinking_kept=turn.thinking_kept,
-                    altered=turn.altered,
-                )
-            )
+            out.append(replace(turn, start=start, end=stop))
         return tuple(out)
 
     def _prefix_turns(
@@ -207,13 +216,15 @@ class MaskFinder:
                 detail = f"{why}; and message {index} ends no prefix of the conversation"
                 raise RowRefused("mask-not-provable", detail)
             content = str(message.get("content") or "")
+            thinking = _thinking_of(message).strip()
             end = len(after.rstrip()) if content == content.rstrip() else len(after)
             turns.append(
                 TurnSpan(
                     message=index,
                     start=len(before),
                     end=max(end, len(before)),
-                    thinking_kept=not _thinking_of(message).strip() or _thinking_of(message).strip() in after,
+                    thinking_kept=thinking in after,
+                    calls_kept=all(call["function"]["name"] in after for call in message.get("tool_calls") or ()),
                     altered=content not in after,
                 )
             )
@@ -239,21 +250,30 @@ class _View:
         own = [mark for mark in self.marks if mark.message == index]
         shown = [mark for mark in own if mark.opening in self.full.places and mark.closing in self.full.places]
         floor, ceiling = self._neighbours(index)
-        first = min((self.full.places[mark.opening] for mark in shown), default=None)
-        last = max((self.full.places[mark.closing] for mark in shown), default=None)
-        if first is not None and last is not None and not floor <= first <= last <= ceiling:
+        if not shown:
+            # An empty reply, or one that the template does not show at all: there is nothing to learn.
+            return TurnSpan(
+                message=index,
+                start=floor,
+                end=floor,
+                thinking_kept=not any(mark.kind == "thinking" for mark in own),
+                calls_kept=not any(mark.kind == "call" for mark in own),
+                altered=bool(own),
+            )
+        first = min(shown, key=lambda mark: self.full.places[mark.opening])
+        last = max(shown, key=lambda mark: self.full.places[mark.closing])
+        text, places = self.full.text, self.full.places
+        if not floor <= places[first.opening] <= places[last.closing] <= ceiling:
             raise _NoProof(f"turn {index} is not between its neighbours")
-        start = self._start(index, shown, floor, ceiling if first is None else first)
-        end = self._end(index, shown, start if last is None else last, ceiling)
-        text = self.full.text
-        thinking = [mark for mark in own if mark.thinking]
-        kept = all(mark in shown for mark in thinking)
-        altered = len(shown) != len(own) or any(
-            text[self.full.places[mark.opening] : self.full.places[mark.closing]] != mark.piece
-            for mark in shown
-            if _is_content(mark)
+        return TurnSpan(
+            message=index,
+            start=self._start(index, first, floor),
+            end=self._end(index, last, ceiling),
+            thinking_kept=all(mark in shown for mark in own if mark.kind == "thinking"),
+            calls_kept=all(mark in shown for mark in own if mark.kind == "call"),
+            altered=len(shown) != len(own)
+            or any(text[places[mark.opening] : places[mark.closing]] != mark.core for mark in shown),
         )
-        return TurnSpan(message=index, start=start, end=end, thinking_kept=kept, altered=altered)
 
     def _neighbours(self, index: int) -> tuple[int, int]:
         """Give the end of the text of earlier turns and the start of later ones. Templates may move system text."""
@@ -267,16 +287,16 @@ class _View:
                 ceiling = min(ceiling, self.full.places[mark.opening])
         return floor, ceiling
 
-    def _start(self, index: int, shown: list[_Mark], floor: int, first: int) -> int:
+    def _start(self, index: int, leading: _Mark, floor: int) -> int:
         """Find where the turn's own text begins: at its first character, thinking marks and call syntax included."""
-        leading = min(shown, key=lambda mark: self.full.places[mark.opening], default=None)
-        if leading is not None and leading.piece and not leading.thinking and not leading.lead and _is_content(leading):
+        first = self.full.places[leading.opening]
+        if leading.kind == "content" and not leading.lead:
             return first
         head = self.full.text[floor:first]
         common = self._header_length(index, head, floor)
-        if leading is not None and _is_content(leading) and not leading.thinking:
+        if leading.kind == "content":
             # Nothing but the text's own leading whitespace, as far as the template kept it, comes before.
-            own = min(leading.lead, len(head) - len(head.rstrip()))
+            own = _common(head[::-1], leading.lead[::-1])
             return first - own if common is None else max(floor + common, first - own)
         if common is None:
             raise _NoProof(f"the header of turn {index} cannot be told from its text")
@@ -301,51 +321,46 @@ class _View:
         common = _common(head, prompt.text[at:])
         return self._snap(head, common) if common < len(prompt.text) - at else common
 
-    def _end(self, index: int, shown: list[_Mark], last: int, ceiling: int) -> int:
+    def _end(self, index: int, trailing: _Mark, ceiling: int) -> int:
         """Find where the turn ends: after its end token, before anything of the next turn."""
+        last = self.full.places[trailing.closing]
         tail = self.full.text[last:ceiling]
-        trailing = max(shown, key=lambda mark: self.full.places[mark.closing], default=None)
-        plain = trailing is not None and _is_content(trailing) and not trailing.trail
         final = index == len(self.messages) - 1
-        key = (tail, self.messages[index + 1]["role"] if not final else "")
+        # Between plain text and the next turn stands nothing but the template's own words: learned once.
+        plain = trailing.kind == "content" and not trailing.trail
+        key = (tail, "" if final else self.messages[index + 1]["role"])
         if plain and key in self.finder._ends:
             return last + self.finder._ends[key]
-        other = self._other_tail(index, final=final, trailing=trailing)
-        kept = trailing.trail if trailing is not None and _is_content(trailing) else 0
-        length = self._end_of(tail, other, kept)
+        other = self._other_tail(index, trailing, final=final)
+        kept = _common(tail, trailing.trail) if trailing.kind == "content" else 0
+        if other is None and trailing.kind == "call" and not final:
+            raise _NoProof(f"the end of the call in turn {index} cannot be told from what follows")
+        length = self._end_of(tail, other, kept, final=final)
         if plain:
             self.finder._ends[key] = length
         return last + length
 
-    def _other_tail(self, index: int, *, final: bool, trailing: _Mark | None) -> str | None:
+    def _other_tail(self, index: int, trailing: _Mark, *, final: bool) -> str | None:
         """Give the text after this turn when the conversation goes on otherwise: to a user, or to its end."""
         if final:
-            sentinel = _Mark(
-                message=index + 1,
-                opening=chr(_PLANES[1] + _PLANE_SIZE - 1),
-                closing=chr(_PLANES[1] + _PLANE_SIZE - 2),
-                piece="a",
-                thinking=False,
-                lead=0,
-                trail=0,
-            )
-            more = {"role": "user", "content": f"{sentinel.opening}a{sentinel.closing}"}
-            other = self.finder._take_out([*self.marked, more], [*self.marks, sentinel], self.tools)
-            stop = None if other is None else other.places.get(sentinel.opening)
+            last_plane = _PLANES[1] + _PLANE_SIZE
+            opening, closing = chr(last_plane - 1), chr(last_plane - 2)
+            user = _Mark(message=index + 1, opening=opening, closing=closing, kind="content", core="a")
+            more = {"role": "user", "content": f"{opening}a{closing}"}
+            other = self.finder._take_out([*self.marked, more], [*self.marks, user], self.tools)
+            stop = None if other is None else other.places.get(opening)
         else:
             other = self.finder._take_out(self.marked[: index + 1], self.marks, self.tools)
             stop = None if other is None else len(other.text)
         if other is None or stop is None:
             return None
-        if trailing is not None:
-            at = other.places.get(trailing.closing)
-        else:
-            at = max((other.places.get(mark.closing, 0) for mark in self.marks if mark.message < index), default=0)
+        at = other.places.get(trailing.closing)
         return None if at is None or at > stop else other.text[at:stop]
 
-    def _end_of(self, tail: str, other: str | None, kept: int) -> int:
+    def _end_of(self, tail: str, other: str | None, kept: int, *, final: bool) -> int:
         if other is None:
-            return max(self._first_control(tail), min(kept, len(tail)))
+            common = len(tail) if final else kept + self._first_control(tail[kept:])
+            return max(len(tail[:common].rstrip()), kept)
         common = _common(tail, other)
         if common < min(len(tail), len(other)):
             common = self._snap(tail, common)
@@ -367,73 +382,80 @@ class _View:
         return at
 
 
-def _mark(messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], list[_Mark]]:
+def _mark(messages: Sequence[Mapping[str, Any]], text: str, style: str) -> tuple[list[dict[str, Any]], list[_Mark]]:
     """Copy messages with a pair of sentinels in every piece of text."""
     plane = next((plane for plane in _PLANES if not any(_in_plane(plane, char) for char in set(text))), None)
     if plane is None:
         raise RowRefused("mask-not-provable", "the text uses characters of both private planes")
-    marks: list[_Mark] = []
-
-    def wrap(piece: str, index: int, *, thinking: bool, content: bool = True) -> str:
-        core = piece.strip()
-        number = 2 * len(marks)
-        if not core or number + 4 >= _PLANE_SIZE:
-            return piece
-        lead = len(piece) - len(piece.lstrip())
-        trail = len(piece) - len(piece.rstrip())
-        opening, closing = chr(plane + number), chr(plane + number + 1)
-        marks.append(
-            _Mark(
-                message=index,
-                opening=opening,
-                closing=closing,
-                piece=core if content else "",
-                thinking=thinking,
-                lead=lead,
-                trail=trail,
-            )
-        )
-        return piece[:lead] + opening + core + closing + piece[len(piece) - trail :]
-
+    pen = _Pen(plane=plane, blanks=style == "every")
     out = []
     for index, message in enumerate(messages):
         copy = dict(message)
         for key in _TEXT_KEYS[1:]:
             if isinstance(copy.get(key), str):
-                copy[key] = wrap(copy[key], index, thinking=True)
-        if message["role"] == "assistant":
-            copy["content"] = _wrap_thinking(copy["content"], index, wrap)
+                copy[key] = pen.wrap(copy[key], index, "thinking")
+        content = copy["content"] or ""
+        if copy["content"] is None:
+            pass  # a call without text, where the template tells null from empty
+        elif message["role"] == "assistant":
+            copy["content"] = _wrap_reply(pen, content, index, alone=not copy.get("tool_calls"))
+        elif style == "inner":
+            third = len(content) // 3 if len(content) >= _MIN_INNER_CHARS else len(content)
+            inner = pen.wrap(content[third : 2 * third], index, "content")
+            copy["content"] = content[:third] + inner + content[2 * third :]
         else:
-            copy["content"] = wrap(copy["content"], index, thinking=False)
+            copy["content"] = pen.wrap(content, index, "content")
         if copy.get("tool_calls"):
-            copy["tool_calls"] = [_wrap_call(call, index, wrap) for call in copy["tool_calls"]]
+            copy["tool_calls"] = [_wrap_call(pen, call, index) for call in copy["tool_calls"]]
         out.append(copy)
-    return out, marks
+    return out, pen.marks
 
 
-def _wrap_thinking(content: str, index: int, wrap: Any) -> str:
+@dataclass(kw_only=True, slots=True)
+class _Pen:
+    """Hands out sentinels, two for each piece."""
+
+    plane: int
+    blanks: bool
+    marks: list[_Mark] = field(default_factory=list)
+
+    def wrap(self, piece: str, index: int, kind: Literal["content", "thinking", "call"], *, blank: bool = False) -> str:
+        """Put sentinels at the ends of the visible text; `blank` pieces get them, too, where there is none."""
+        core = piece.strip()
+        number = 2 * len(self.marks)
+        if number + 4 >= _PLANE_SIZE or not (core or blank):
+            return piece
+        at = piece.find(core) if core else 0
+        mark = _Mark(
+            message=index,
+            opening=chr(self.plane + number),
+            closing=chr(self.plane + number + 1),
+            kind=kind,
+            core=core,
+            lead=piece[:at],
+            trail=piece[at + len(core) :],
+        )
+        self.marks.append(mark)
+        return f"{mark.lead}{mark.opening}{core}{mark.closing}{mark.trail}"
+
+
+def _wrap_reply(pen: _Pen, content: str, index: int, *, alone: bool) -> str:
     """Mark the pieces between think marks apart, so that a template can drop or move each as before."""
     before, close, after = content.rpartition(THINK_CLOSE)
     if not close:
         lead, opened, rest = content.partition(THINK_OPEN)
         if opened and not lead.strip():
-            return lead + opened + str(wrap(rest, index, thinking=False))
-        return str(wrap(content, index, thinking=False))
+            return lead + opened + pen.wrap(rest, index, "content")
+        return pen.wrap(content, index, "content", blank=alone and pen.blanks and not content.strip())
     lead, opened, thinking = before.rpartition(THINK_OPEN)
-    return "".join(
-        (
-            wrap(lead, index, thinking=False),
-            opened,
-            wrap(thinking, index, thinking=True),
-            close,
-            wrap(after, index, thinking=False),
-        )
-    )
+    lead = pen.wrap(lead, index, "content")
+    thinking = pen.wrap(thinking, index, "thinking")
+    return f"{lead}{opened}{thinking}{close}{pen.wrap(after, index, 'content')}"
 
 
-def _wrap_call(call: Mapping[str, Any], index: int, wrap: Any) -> dict[str, Any]:
+def _wrap_call(pen: _Pen, call: Mapping[str, Any], index: int) -> dict[str, Any]:
     function = dict(call["function"])
-    function["name"] = wrap(function["name"], index, thinking=False, content=False)
+    function["name"] = pen.wrap(function["name"], index, "call")
     return {**call, "function": function}
 
 
@@ -455,10 +477,6 @@ def _check_tiles(turns: Sequence[TurnSpan], marks: Sequence[_Mark], full: _Marke
         for turn in turns:
             if turn is not own and turn.start < full.places.get(mark.closing, place) and place < turn.end:
                 raise _NoProof(f"text of message {mark.message} lies inside turn {turn.message}")
-
-
-def _is_content(mark: _Mark) -> bool:
-    return bool(mark.piece)
 
 
 def _thinking_of(message: Mapping[str, Any]) -> str:

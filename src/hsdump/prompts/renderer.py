@@ -136,7 +136,8 @@ class Renderer:
             part = source if not samples and not skips and not open_turns else f"{source}#turn{last}"
             notes[f"mask:{layout.strategy}"] += 1
             notes["thinking-lost"] += sum(not turn.thinking_kept for turn in turns)
-            notes["turns-altered"] += sum(turn.altered and turn.thinking_kept for turn in turns)
+            notes["tool-calls-lost"] += sum(not turn.calls_kept for turn in turns)
+            notes["turns-altered"] += sum(turn.altered for turn in turns)
             try:
                 samples.append(self._tokens(part, layout, turns, notes))
             except RowRefused as refused:
@@ -150,7 +151,8 @@ class Renderer:
     ) -> tuple[Layout, list[TurnSpan]]:
         """Lay a conversation out and choose the turns that this rendering shows in full.
 
-        The last turn is always among them: no other rendering would show more of it.
+        The last turn is always among them: no other rendering would show more of it. A turn whose thinking is left out
+        here waits for a rendering that ends with it.
         """
         if self._finder is None or self.template is None:
             raise InputError(

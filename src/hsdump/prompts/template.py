@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hsdump.prompts.conversation import THINK_CLOSE, Message
+from hsdump.prompts.conversation import THINK_CLOSE, THINK_OPEN, Message
 from hsdump.prompts.options import RowRefused
 
 _FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -81,41 +81,71 @@ class Template:
         return bool(spans)
 
     @cached_property
-    def thinking_fields(self) -> tuple[str, ...]:
-        """Message keys that this template shows as thinking in the last turn, found by trying."""
-        return tuple(field for field in _FIELDS if self._shows({"content": "b", field: _PROBE}))
+    def thinking_field(self) -> str | None:
+        """The message key that this template reads thinking from, found by trying a last turn and a last call."""
+        call = {"content": "", "tool_calls": [_probe_call({"city": "c"})]}
+        for field in _FIELDS:
+            if self._shows({"content": "b", field: _PROBE}) or self._shows({**call, field: _PROBE}):
+                return field
+        # Some show it only in the middle of a chain of calls, where a probe does not reach.
+        return _FIELDS[0] if _FIELDS[0] in self.text else None
+
+    @property
+    def shows_thinking(self) -> bool:
+        """False when no rendering brings thinking back, so that cutting a conversation for it is no use."""
+        return self.thinking_field is not None or self.reads_inline_thinking
 
     @cached_property
-    def takes_inline_thinking(self) -> bool:
-        """True when the template knows think marks and shows them where the content has them."""
-        return THINK_CLOSE in self.text and self._shows({"content": f"<think>\n{_PROBE}\n</think>\n\nb"})
+    def reads_inline_thinking(self) -> bool:
+        """True when thinking may stay between think marks in the content.
+
+        Where the template reads a key as well, both ways must give one text: else it would show the marks twice.
+        """
+        inline = {"content": f"<think>\n{_PROBE}\n</think>\n\nb"}
+        if self.thinking_field is None:
+            return THINK_CLOSE in self.text and self._shows(inline)
+        return self._last_turn(inline) == self._last_turn({"content": "b", self.thinking_field: _PROBE})
+
+    @cached_property
+    def null_content(self) -> bool:
+        """True when a call without text wants content null: with empty text, a reply of nothing would be added."""
+        call = {"tool_calls": [_probe_call({"city": "c"})]}
+        null, empty = self._last_turn({**call, "content": None}), self._last_turn({**call, "content": ""})
+        return null is not None and "None" not in null and (empty is None or len(null) < len(empty))
 
     def _shows(self, message: Mapping[str, Any]) -> bool:
+        return _PROBE in (self._last_turn(message) or "")
+
+    def _last_turn(self, message: Mapping[str, Any]) -> str | None:
+        tools = [_PROBE_TOOL] if "tool_calls" in message else []
         try:
-            text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", **message}])
+            return self.render([{"role": "user", "content": "a"}, {"role": "assistant", **message}], tools)
         except RowRefused:
-            return False
-        return _PROBE in text
+            return None
 
     @cached_property
     def argument_forms(self) -> tuple[bool, bool]:
         """(takes a mapping, takes JSON text), found by trying: text that comes out escaped again does not count."""
-        as_mapping = self._call_text({"city": _PROBE})
-        as_text = self._call_text(json.dumps({"city": _PROBE}))
+        as_mapping, as_text = (
+            self._last_turn({"content": "", "tool_calls": [_probe_call(arguments)]})
+            for arguments in ({"city": _PROBE}, json.dumps({"city": _PROBE}))
+        )
         text_ok = as_text is not None and f'"{_PROBE}"' in as_text
         return as_mapping is not None and _PROBE in as_mapping, text_ok
 
-    def _call_text(self, arguments: Any) -> str | None:
-        call = {"id": "000000000", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        tool = {"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}}
-        try:
-            return self.render(messages, [{"type": "function", "function": tool}])
-        except RowRefused:
-            return None
+
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "c"}}},
+    },
+}
+
+
+def _probe_call(arguments: Any) -> dict[str, Any]:
+    return {"id": "000000000", "type": "function", "function": {"name": "weather", "arguments": arguments}}
 
 
 def template_messages(template: Template, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -131,19 +161,22 @@ def template_messages(template: Template, messages: Sequence[Message]) -> list[d
 
 
 def _template_message(template: Template, message: Message) -> dict[str, Any]:
-    out: dict[str, Any] = {"role": message.role, "content": message.content, **message.extra}
-    if message.thinking and message.thinking.strip():
-        fields = template.thinking_fields
-        if fields:
-            out[fields[0]] = message.thinking
-        elif template.takes_inline_thinking:
-            out["content"] = f"<think>\n{message.thinking}\n</think>\n\n{message.content}"
-    elif "thinking" in template.thinking_fields[:1] and message.inline_thinking.strip():
-        # This template reads thinking from a key only: inline marks would be shown as plain text.
-        out["thinking"] = message.inline_thinking.strip("\n")
-        out["content"] = message.without_thinking().content
+    content, thinking = message.content, message.thinking if message.has_thinking else None
+    field = template.thinking_field
+    if thinking is None and field is not None and not template.reads_inline_thinking and message.has_thinking:
+        # This template reads thinking from a key only: inline marks would come beside its own.
+        content, thinking = message.without_thinking().content, message.inline_thinking.strip("\n")
+    out: dict[str, Any] = {"role": message.role, "content": content, **message.extra}
+    if thinking:
+        if field is None and template.reads_inline_thinking:
+            out["content"] = f"{THINK_OPEN}\n{thinking}\n{THINK_CLOSE}\n\n{content}"
+        else:
+            # Without a key that the template reads, this one is not shown, and so is counted as lost.
+            out[field or _FIELDS[0]] = thinking
     if message.tool_calls:
         out["tool_calls"] = [_template_call(template, call) for call in message.tool_calls]
+        if not content and template.null_content:
+            out["content"] = None
     return out
 
 
