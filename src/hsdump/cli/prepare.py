@@ -27,13 +27,14 @@ def add_to(app: typer.Typer) -> None:
 
 def prepare(
     *,
-    inputs: list[Path] = typer.Argument(help="JSONL, JSON or Parquet, also as .gz; what each row is, is found out."),
+    inputs: list[Path] = typer.Argument(help="JSONL, JSON, Parquet, Arrow, TSV or text, also as .gz or .zst."),
     out: Path = typer.Option(..., "--out", help="Parquet file to write."),
     model: str | None = typer.Option(None, "--model", help="The target's folder: its tokenizer and chat template."),
     max_tokens: int = typer.Option(32_768, min=1, help="Longer samples are skipped, never cut."),
     turns: str = typer.Option("all", help="Assistant turns to learn: all or last."),
-    thinking: str = typer.Option("keep", help="keep, drop or refuse the assistant's thinking."),
+    thinking: str = typer.Option("keep", help="The assistant's thinking: keep, require, drop or refuse."),
     control_tokens: str = typer.Option("skip", help="Rows whose text spells a control token: skip or allow."),
+    text: str = typer.Option("chat", help="Rows that are text: chat (of this template, proved) or all (learn all)."),
     chat_template: Path | None = typer.Option(None, help="Jinja file to use instead of the model's template."),
     date: str = typer.Option(DEFAULT_DATE, help="What templates print as today."),
     default_system: str | None = typer.Option(None, help="System message for rows that bring none."),
@@ -50,8 +51,9 @@ def prepare(
     options = PromptOptions(
         max_tokens=max_tokens,
         turns=_one_of("--turns", turns, ("all", "last")),  # type: ignore[arg-type]  # checked here
-        thinking=_one_of("--thinking", thinking, ("keep", "drop", "refuse")),  # type: ignore[arg-type]  # checked here
+        thinking=_one_of("--thinking", thinking, ("keep", "require", "drop", "refuse")),  # type: ignore[arg-type]  # checked here
         control_tokens=_one_of("--control-tokens", control_tokens, ("skip", "allow")),  # type: ignore[arg-type]  # checked here
+        text=_one_of("--text", text, ("chat", "all")),  # type: ignore[arg-type]  # checked here
         chat_template=_read_template(chat_template),
         date=date,
         default_system=default_system,
@@ -116,5 +118,5 @@ def _roles(pairs: list[str]) -> dict[str, str]:
 
 def _settings(options: PromptOptions) -> dict[str, object]:
     """Give the options that change tokens or masks; the template goes in as its digest."""
-    names = ("max_tokens", "turns", "thinking", "control_tokens", "date", "default_system", "roles")
+    names = ("max_tokens", "turns", "thinking", "control_tokens", "text", "date", "default_system", "roles")
     return {name: getattr(options, name) for name in names}

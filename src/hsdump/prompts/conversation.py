@@ -67,3 +67,10 @@ class TokenRow:
     input_ids: Any
     loss_mask: Any
     """None: every token is learned from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRow:
+    """A row that is text already: a chat as the template writes it, or plain text."""
+
+    text: str

@@ -6,11 +6,13 @@ Nothing here knows what a row means. Memory is bounded by the largest single row
 from __future__ import annotations
 
 import gzip
+import io
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, BinaryIO, cast
 
 import msgspec
 import pyarrow as pa
@@ -23,8 +25,10 @@ _CHUNK_CHARS = 1 << 20
 _WHOLE_DOCUMENT_BYTES = 256 << 20
 """A file that starts with an unfinished `{` is tried as one JSON object up to this size."""
 
-_PARQUET_BATCH_ROWS = 256
+_TABLE_BATCH_ROWS = 256
 _TOKEN_COLUMNS = frozenset({"input_ids", "loss_mask"})
+_HEADER_WORDS = frozenset({"question", "answer", "prompt", "completion", "response", "instruction", "output", "text"})
+"""A first TSV line with one of these is a header. Without a header there are two columns, question and answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,49 +50,115 @@ def read_rows(path: Path) -> Iterator[Row | Skip]:
         InputError: the file is missing, unreadable, or no format that is known here.
     """
     if not path.is_file():
-        raise InputError(f"input {path} is not a file", "pass files: JSONL, JSON or Parquet, also as .gz")
+        raise InputError(f"input {path} is not a file", _known_inputs(path))
     try:
         with path.open("rb") as file:
-            magic = file.read(4)
-        if magic == b"PAR1":
+            magic = file.read(6)
+        if magic.startswith(b"PAR1"):
             yield from _parquet_rows(path)
-            return
-        with _open_text(path, magic) as lines:
-            yield from _json_rows(path.name, lines)
-    except (OSError, EOFError) as error:
+        elif magic.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+            yield from _arrow_rows(path, stream=not magic.startswith(b"ARROW1"))
+        else:
+            with _open_plain(path, magic) as file:
+                yield from _text_rows(path, file)
+    except (OSError, EOFError, pa.ArrowException) as error:
         raise InputError(f"input {path} cannot be read: {error}", "check the file, it may be cut") from error
 
 
-def _open_text(path: Path, magic: bytes) -> IO[bytes]:
+def _known_inputs(path: Path) -> str:
+    if path.is_dir():
+        return f"name the files in it, such as {path}/*.jsonl or {path}/*.parquet"
+    if len(path.parts) == 2 and not path.is_absolute() and not path.suffix:
+        return f"for a data set of the hub: hf download --repo-type dataset {path}, then pass its files"
+    return "pass JSONL, JSON, Parquet, Arrow, TSV or text files, also as .gz or .zst"
+
+
+def _open_plain(path: Path, magic: bytes) -> BinaryIO:
     if magic.startswith(b"\x1f\x8b"):
-        return cast("IO[bytes]", gzip.open(path, "rb"))
+        return cast("BinaryIO", gzip.open(path, "rb"))
+    if magic.startswith(b"\x28\xb5\x2f\xfd"):
+        return io.BufferedReader(pa.input_stream(path, compression="zstd"))
     return path.open("rb")
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    index = 0
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
-            tokens = {
-                name: batch.column(name)
-                for name, kind in zip(batch.schema.names, batch.schema.types, strict=True)
-                if name in _TOKEN_COLUMNS and pa.types.is_list(kind) and pa.types.is_integer(kind.value_type)
-            }
-            for place, value in enumerate(batch.drop_columns(list(tokens)).to_pylist() or [{}] * len(batch)):
-                # Token columns go to numpy directly: one Python object a token would cost 100 times the memory.
-                for name, column in tokens.items():
-                    value[name] = column[place].values.to_numpy() if column[place].is_valid else None
-                yield Row(source=f"{path.name}[{index}]", value=value)
-                index += 1
+        yield from _table_rows(path.name, file.iter_batches(batch_size=_TABLE_BATCH_ROWS))
 
 
-def _json_rows(name: str, file: IO[bytes]) -> Iterator[Row | Skip]:
+def _arrow_rows(path: Path, *, stream: bool) -> Iterator[Row]:
+    """Read Arrow's file format and its stream format, which `datasets` writes under the name .arrow."""
+    with pa.memory_map(str(path)) as source:
+        reader = pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)
+        batches = reader if stream else (reader.get_batch(index) for index in range(reader.num_record_batches))
+        yield from _table_rows(
+            path.name,
+            (
+                batch.slice(at, _TABLE_BATCH_ROWS)
+                for batch in batches
+                for at in range(0, batch.num_rows, _TABLE_BATCH_ROWS)
+            ),
+        )
+
+
+def _table_rows(name: str, batches: Iterable[Any]) -> Iterator[Row]:
+    index = 0
+    for batch in batches:
+        tokens = {
+            column: batch.column(column)
+            for column, kind in zip(batch.schema.names, batch.schema.types, strict=True)
+            if column in _TOKEN_COLUMNS and pa.types.is_list(kind) and pa.types.is_integer(kind.value_type)
+        }
+        others = [column for column in batch.schema.names if column not in tokens]
+        values = batch.select(others).to_pylist() if others else [{} for _ in range(batch.num_rows)]
+        for place, value in enumerate(values):
+            # Token columns go to numpy directly: one Python object a token would cost 100 times the memory.
+            for column, array in tokens.items():
+                value[column] = array[place].values.to_numpy() if array[place].is_valid else None
+            yield Row(source=f"{name}[{index}]", value=value)
+            index += 1
+
+
+def _text_rows(path: Path, file: BinaryIO) -> Iterator[Row | Skip]:
+    """Tell JSON, tab-separated and plain text apart by the first character that is not space."""
     first, number = b"", 0
     for first in file:
         number += 1
         if first.strip(_JSON_SPACE):
             break
-    start = first.lstrip(b"\xef\xbb\xbf" if number == 1 else b"").strip(_JSON_SPACE)
+    if number == 1:
+        first = first.removeprefix(b"\xef\xbb\xbf")
+    suffixes = {suffix.lower() for suffix in path.suffixes}
+    if first.lstrip(_JSON_SPACE)[:1] in (b"{", b"[", b'"') or suffixes & {".json", ".jsonl", ".ndjson"}:
+        yield from _json_rows(path.name, first.strip(_JSON_SPACE), number, file)
+        return
+    if b"\0" in first:
+        raise InputError(f"input {path} is in no format known here", "pass JSONL, JSON, Parquet, Arrow, TSV or text")
+    header: list[str] | None = None
+    for line_number, line in enumerate(itertools.chain([first], file), start=number):
+        source = f"{path.name}:{line_number}"
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            yield Skip(source=source, reason="bad-text", detail=f"not UTF-8 at byte {error.start}")
+            continue
+        if not text.strip():
+            continue
+        if ".tsv" not in suffixes:
+            yield Row(source=source, value={"text": text})
+            continue
+        cells = text.split("\t")
+        if header is None and line_number == number and set(cells) & _HEADER_WORDS:
+            header = cells
+            continue
+        names = header or ["question", "answer"]
+        if len(cells) != len(names):
+            yield Skip(source=source, reason="bad-text", detail=f"{len(cells)} columns, expected {len(names)}")
+            continue
+        yield Row(source=source, value=dict(zip(names, cells, strict=True)))
+
+
+def _json_rows(name: str, start: bytes, number: int, file: BinaryIO) -> Iterator[Row | Skip]:
     if start.startswith(b"["):
         yield from _array_rows(name, start, file)
         return
@@ -107,7 +177,7 @@ def _json_rows(name: str, file: IO[bytes]) -> Iterator[Row | Skip]:
     yield from _line_rows(name, number + 1, file)
 
 
-def _resumed(tail: list[bytes], file: IO[bytes]) -> Iterator[bytes]:
+def _resumed(tail: list[bytes], file: BinaryIO) -> Iterator[bytes]:
     """Join the unfinished last line of a block with what the file still holds of it."""
     if tail:
         yield tail[0] + file.readline()
@@ -156,7 +226,7 @@ def _why_bad(text: bytes) -> str:
     return "not JSON"
 
 
-def _array_rows(name: str, start: bytes, file: IO[bytes]) -> Iterator[Row | Skip]:
+def _array_rows(name: str, start: bytes, file: BinaryIO) -> Iterator[Row | Skip]:
     """Decode the elements of a JSON array one by one; a second array after the first goes on counting."""
     decoder, buffer, index = json.JSONDecoder(), _TextBuffer(start, file), 0
     inside = False
@@ -182,7 +252,7 @@ def _array_rows(name: str, start: bytes, file: IO[bytes]) -> Iterator[Row | Skip
 class _TextBuffer:
     """A window over a file's text that grows until the element in it is complete."""
 
-    def __init__(self, start: bytes, file: IO[bytes]) -> None:
+    def __init__(self, start: bytes, file: BinaryIO) -> None:
         # The window is text, the file bytes: a character cut at a block's end waits in `pending`.
         self.text, self.at, self._file, self._pending = "", 0, file, start + b"\n"
         self._block = _CHUNK_CHARS

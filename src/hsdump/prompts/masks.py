@@ -20,7 +20,7 @@ from hsdump.prompts.conversation import THINK_CLOSE, THINK_OPEN
 from hsdump.prompts.options import RowRefused
 from hsdump.prompts.template import Template
 
-Strategy = Literal["generation", "sentinel", "prefix"]
+Strategy = Literal["generation", "sentinel", "prefix", "all"]
 
 _PLANES = (0xF0000, 0x100000)
 """First code points of the two private planes: no language, no case, no whitespace, never normalised."""

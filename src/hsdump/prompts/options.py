@@ -37,12 +37,16 @@ class PromptOptions:
     turns: Literal["all", "last"] = "all"
     """Which assistant turns are learned from."""
 
-    thinking: Literal["keep", "drop", "refuse"] = "keep"
-    """keep: learn it, and cut the conversation where the template strips it from earlier turns. drop: remove it
-    before rendering. refuse: skip rows that have any."""
+    thinking: Literal["keep", "require", "drop", "refuse"] = "keep"
+    """keep: learn it, and cut the conversation where the template strips it from earlier turns; thinking that the
+    template shows nowhere is counted. require: as keep, but such rows are lost. drop: remove it before rendering.
+    refuse: skip rows that have any."""
 
     control_tokens: Literal["skip", "allow"] = "skip"
     """Rows whose text spells a control token of the tokenizer, which would become that token."""
+
+    text: Literal["chat", "all"] = "chat"
+    """Rows that are text: chats of this template, proved so; or all of it learned, as for plain text."""
 
     chat_template: str | None = None
     """Text of a Jinja template to use instead of the model's own."""

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from hsdump.arrays import xxh3
 from hsdump.errors import InputError, UsageError
-from hsdump.prompts.conversation import Conversation, Message, TokenRow
+from hsdump.prompts.conversation import Conversation, Message, TextRow, TokenRow
 from hsdump.prompts.inputs import Row
 from hsdump.prompts.masks import Layout, MaskFinder, TurnSpan
 from hsdump.prompts.options import PromptOptions, RowRefused, Skip
+from hsdump.prompts.preformatted import ChatText
 from hsdump.prompts.rows import ROLES, parse_row
 from hsdump.prompts.template import Template, template_messages
 from hsdump.prompts.tokenrows import token_sample
@@ -50,12 +51,14 @@ class Renderer:
 
     vocab_size: int
     bos_id: int | None
+    bos_token: str | None
     control_tokens: tuple[str, ...]
     """Texts that become one special token wherever they stand."""
 
     def __post_init__(self) -> None:
         added = tuple(token.content for token in self.backend.get_added_tokens_decoder().values())
         self._finder = MaskFinder(template=self.template, control_tokens=added) if self.template else None
+        self._chat_text = ChatText(finder=self._finder) if self._finder else None
 
     @classmethod
     def load(cls, model_path: str, options: PromptOptions) -> Renderer:
@@ -85,6 +88,7 @@ class Renderer:
             tokenizer_digest=_tokenizer_digest(model_path, tokenizer),
             vocab_size=options.vocab_size or len(tokenizer),
             bos_id=tokenizer.bos_token_id,
+            bos_token=tokenizer.bos_token,
             control_tokens=control,
         )
 
@@ -117,10 +121,26 @@ class Renderer:
             if isinstance(parsed, TokenRow):
                 sample = token_sample(parsed, source=source, vocab_size=self.vocab_size, options=self.options)
                 return Outcome(samples=(sample,), notes=notes)
+            if isinstance(parsed, TextRow):
+                return self._text(source, parsed.text, notes)
             return self._conversation(source, parsed, notes)
         except RowRefused as refused:
             skip = Skip(source=source, reason=refused.reason, detail=refused.detail)
             return Outcome(skips=(skip,), notes=notes)
+
+    def _text(self, source: str, text: str, notes: Counter[str]) -> Outcome:
+        """Take text as it is: as a chat of this template, or as a whole."""
+        check_encodable("the text", text)
+        if self.options.text == "all":
+            turns: tuple[TurnSpan, ...] = (whole_text(text),)
+            layout = Layout(text=text, turns=turns, strategy="all")
+        elif self._chat_text is None:
+            raise RowRefused("mask-not-provable", "the row is text and the model has no chat template; --text all")
+        else:
+            layout = self._chat_text.layout(text)
+            turns = layout.turns if self.options.turns == "all" else layout.turns[-1:]
+        notes[f"mask:{layout.strategy}"] += 1
+        return Outcome(samples=(self._tokens(source, layout, turns, notes, bos=True),), notes=+notes)
 
     def _conversation(self, source: str, conversation: Conversation, notes: Counter[str]) -> Outcome:
         messages = self._thinking_policy(conversation.messages)
@@ -135,7 +155,11 @@ class Renderer:
             open_turns -= {turn.message for turn in turns}
             part = source if not samples and not skips and not open_turns else f"{source}#turn{last}"
             notes[f"mask:{layout.strategy}"] += 1
-            notes["thinking-lost"] += sum(not turn.thinking_kept for turn in turns)
+            lost = sum(not turn.thinking_kept for turn in turns)
+            if lost and self.options.thinking == "require":
+                detail = f"the template shows no thinking in {lost} turns, and --thinking require was given"
+                raise RowRefused("thinking-lost", detail)
+            notes["thinking-lost"] += lost
             notes["tool-calls-lost"] += sum(not turn.calls_kept for turn in turns)
             notes["turns-altered"] += sum(turn.altered for turn in turns)
             try:
@@ -160,13 +184,17 @@ class Renderer:
                 "pass --chat-template FILE, or rows that have input_ids already",
             )
         layout = self._finder.layout(template_messages(self.template, messages), tools)
-        last = len(messages) - 1
-        return layout, [
-            turn for turn in layout.turns if turn.message in open_turns and (turn.thinking_kept or turn.message == last)
-        ]
+        turns = [turn for turn in layout.turns if turn.message in open_turns]
+        if not (turns[-1].thinking_kept and self.template.shows_thinking):
+            return layout, turns  # shown nowhere: cutting would not bring it back
+        return layout, [turn for turn in turns if turn.thinking_kept]
 
-    def _tokens(self, source: str, layout: Layout, turns: Sequence[TurnSpan], notes: Counter[str]) -> TokenSample:
-        encoding = self.backend.encode(layout.text, add_special_tokens=False)
+    def _tokens(
+        self, source: str, layout: Layout, turns: Sequence[TurnSpan], notes: Counter[str], *, bos: bool = False
+    ) -> TokenSample:
+        # A template writes BOS itself if its model wants one; text that brings none gets what the tokenizer adds.
+        add = bos and not (self.bos_token and layout.text.startswith(self.bos_token))
+        encoding = self.backend.encode(layout.text, add_special_tokens=add)
         input_ids = np.asarray(encoding.ids, dtype=np.int64)
         offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         loss_mask, straddling = mask_tokens(offsets, turns)
@@ -192,16 +220,26 @@ class Renderer:
     def _check_text(self, messages: Sequence[Message]) -> None:
         for index, message in enumerate(messages):
             for text in (message.content, message.thinking or ""):
-                try:
-                    text.encode()
-                except UnicodeEncodeError as error:
-                    detail = f"turn {index} has half a surrogate pair (\\u{ord(text[error.start]):04x}) at character"
-                    raise RowRefused("lone-surrogate", f"{detail} {error.start}") from error
+                check_encodable(f"turn {index}", text)
                 if self.options.control_tokens == "skip":
                     token = next((token for token in self.control_tokens if token in text), None)
                     if token is not None:
                         detail = f"turn {index} spells the control token {token!r}; --control-tokens allow keeps it"
                         raise RowRefused("control-token-in-content", detail)
+
+
+def check_encodable(what: str, text: str) -> None:
+    """Refuse half a surrogate pair: legal in JSON, but no text that a tokenizer or a server can take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        detail = f"{what} has half a surrogate pair (\\u{ord(text[error.start]):04x}) at character {error.start}"
+        raise RowRefused("lone-surrogate", detail) from error
+
+
+def whole_text(text: str) -> TurnSpan:
+    """Cover a text that is learned from end to end."""
+    return TurnSpan(message=0, start=0, end=len(text), thinking_kept=True, calls_kept=True, altered=False)
 
 
 def mask_tokens(offsets: NDArray[np.int64], turns: Sequence[TurnSpan]) -> tuple[NDArray[np.uint8], int]:

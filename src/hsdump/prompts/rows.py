@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hsdump.prompts.conversation import Conversation, Message, Role, TokenRow
+from hsdump.prompts.conversation import Conversation, Message, Role, TextRow, TokenRow
 from hsdump.prompts.options import PromptOptions, RowRefused
 
 ROLES: dict[str, Role] = {
@@ -44,9 +44,15 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _THINKING_PARTS = frozenset({"reasoning", "thinking"})
 _THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _LIST_KEYS = ("messages", "conversations", "conversation")
+_PAIR_KEYS = (
+    ("prompt", ("completion", "response", "answer", "output")),
+    ("question", ("answer", "response", "output")),
+    ("query", ("response", "answer", "output")),
+)
+"""Names of a question, and for each the names that its answer may have, the first that is there."""
 
 
-def parse_row(value: Any, options: PromptOptions) -> tuple[str, Conversation | TokenRow]:
+def parse_row(value: Any, options: PromptOptions) -> tuple[str, Conversation | TokenRow | TextRow]:
     """Recognise one row.
 
     Returns:
@@ -57,6 +63,8 @@ def parse_row(value: Any, options: PromptOptions) -> tuple[str, Conversation | T
     """
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         value = {"messages": value}
+    if isinstance(value, str):
+        raise RowRefused("no-assistant-turn", "the row is a prompt alone, with no answer to learn")
     if not isinstance(value, Mapping):
         raise RowRefused("unknown-shape", f"the row is {type(value).__name__}, not an object with messages")
     if value.get("input_ids") is not None:
@@ -64,17 +72,65 @@ def parse_row(value: Any, options: PromptOptions) -> tuple[str, Conversation | T
     for key in _LIST_KEYS:
         if isinstance(value.get(key), list | tuple):
             return _conversation(value, key, options)
+    pair = _pair(value)
+    if pair is not None:
+        return _pair_conversation(value, pair, options)
+    if isinstance(value.get("text"), str):
+        if not value["text"].strip():
+            raise RowRefused("empty", "text is empty")
+        return "text", TextRow(text=value["text"])
     keys = ", ".join(sorted(map(str, value))) or "none"
     raise RowRefused("unknown-shape", f"no messages, conversations or input_ids; the row's keys are: {keys}")
+
+
+def _pair(value: Mapping[str, Any]) -> tuple[str, str, str | None] | None:
+    """Find a question and its answer under the names of the field: (shape, question, answer or None)."""
+    if isinstance(value.get("instruction"), str):
+        question, answer = value["instruction"], value.get("output", value.get("response"))
+        given = value.get("input")
+        instances = value.get("instances")
+        if answer is None and isinstance(instances, list) and len(instances) == 1 and isinstance(instances[0], Mapping):
+            given, answer = instances[0].get("input"), instances[0].get("output")
+        if isinstance(given, str) and given.strip():
+            question = f"{question}\n\n{given}"
+        return "alpaca", question, answer if isinstance(answer, str) else None
+    turns = value.get("turns")
+    if isinstance(turns, list | tuple) and turns and all(isinstance(turn, str) for turn in turns):
+        return "turns", turns[0], None
+    for asked, answered in _PAIR_KEYS:
+        if isinstance(value.get(asked), str):
+            answer = next((value[key] for key in answered if isinstance(value.get(key), str)), None)
+            return "pair", value[asked], answer
+    return None
+
+
+def _pair_conversation(
+    value: Mapping[str, Any], pair: tuple[str, str, str | None], options: PromptOptions
+) -> tuple[str, Conversation]:
+    shape, question, answer = pair
+    _refuse_media(value)
+    if answer is None:
+        raise RowRefused("no-assistant-turn", f"the row is a prompt alone ({shape}), with no answer to learn")
+    turns: list[Any] = [{"role": "system", "content": value["system"]}] if value.get("system") else []
+    for exchange in value.get("history") or ():
+        if not (isinstance(exchange, list | tuple) and len(exchange) == 2):
+            raise RowRefused("unknown-shape", "history is not a list of (question, answer)")
+        turns += [{"role": "user", "content": exchange[0]}, {"role": "assistant", "content": exchange[1]}]
+    turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return shape, _conversation({"messages": turns, "tools": value.get("tools")}, "messages", options)[1]
+
+
+def _refuse_media(value: Mapping[str, Any]) -> None:
+    for media in _MEDIA_KEYS:
+        if value.get(media):
+            raise RowRefused("image-content", f"image content is not supported: the row has {media!r}")
 
 
 def _conversation(value: Mapping[str, Any], key: str, options: PromptOptions) -> tuple[str, Conversation]:
     turns = value[key]
     if not turns:
         raise RowRefused("empty", f"{key} is an empty list")
-    for media in _MEDIA_KEYS:
-        if value.get(media):
-            raise RowRefused("image-content", f"image content is not supported: the row has {media!r}")
+    _refuse_media(value)
     shape = "sharegpt" if isinstance(turns[0], Mapping) and "from" in turns[0] else "messages"
     messages = [_message(turn, index, options) for index, turn in enumerate(turns)]
     chosen = value.get("chosen")
