@@ -16,23 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hsdump.prompts.conversation import THINK_CLOSE, THINK_OPEN
 from hsdump.prompts.options import RowRefused
+from hsdump.prompts.sentinels import STYLES, THINKING_KEYS, Mark, Marked, mark_messages, take_out, user_sentinels
 from hsdump.prompts.template import Template
 
+_MAX_ENDS = 10_000
+"""Fixed texts between turns that are remembered; one template has a dozen."""
+
 Strategy = Literal["generation", "sentinel", "prefix", "all"]
-
-_PLANES = (0xF0000, 0x100000)
-"""First code points of the two private planes: no language, no case, no whitespace, never normalised."""
-
-_PLANE_SIZE = 0xFFFE
-_MIN_INNER_CHARS = 48
-_STYLES = ("every", "filled", "inner")
-"""How sentinels are placed, tried in this order, because templates ask questions of the text: `every` piece, also an
-empty reply; only `filled` pieces (for "if content"); `inner` third of text that is not the assistant's (for
-"content.startswith(...)")."""
-
-_TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,32 +53,6 @@ class Layout:
     strategy: Strategy
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Mark:
-    """A pair of sentinels around one piece of one message."""
-
-    message: int
-    opening: str
-    closing: str
-    kind: Literal["content", "thinking", "call"]
-    core: str
-    """The text between the sentinels."""
-
-    lead: str = ""
-    """Whitespace of the piece before the opening sentinel."""
-
-    trail: str = ""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Marked:
-    """A rendering with its sentinels taken out and their places remembered."""
-
-    text: str
-    places: dict[str, int]
-    """Sentinel to position in `text`."""
-
-
 @dataclass(kw_only=True, slots=True)
 class MaskFinder:
     """Finds layouts under one template. Keeps what it learned about fixed text between turns."""
@@ -109,91 +74,42 @@ class MaskFinder:
         else:
             text, spans = self.template.render(messages, tools), []
         why = ""
-        for style in _STYLES:
+        for style in STYLES:
             try:
-                turns = self._sentinel_turns(messages, tools, text, _mark(messages, text, style))
+                view = self._view(messages, tools, text, style)
+                turns = view.turns()
+                if spans:
+                    turns = _generation_turns(text, spans, turns)
+                check_tiles(turns, view.marks, view.full)
             except _NoProof as no_proof:
                 why = why or str(no_proof)
                 continue
-            if spans:
-                return Layout(text=text, turns=self._generation_turns(text, spans, turns), strategy="generation")
-            return Layout(text=text, turns=turns, strategy="sentinel")
+            return Layout(text=text, turns=turns, strategy="generation" if spans else "sentinel")
         return Layout(text=text, turns=self._prefix_turns(messages, tools, text, why), strategy="prefix")
 
-    def _sentinel_turns(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        text: str,
-        marked: tuple[list[dict[str, Any]], list[_Mark]],
-    ) -> tuple[TurnSpan, ...]:
-        marked_messages, marks = marked
-        full = self._take_out(marked_messages, marks, tools)
+    def _view(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], text: str, style: str
+    ) -> _View:
+        marked, marks = mark_messages(messages, text, style)
+        full = self._take_out(marked, marks, tools)
         if full is None or full.text != text:
             raise _NoProof("the template renders marked text differently")
-        view = _View(finder=self, messages=messages, marked=marked_messages, marks=marks, tools=tools, full=full)
-        turns = tuple(view.turn(index) for index, message in enumerate(messages) if message["role"] == "assistant")
-        _check_tiles(turns, marks, full)
-        return turns
+        return _View(finder=self, messages=messages, marked=marked, marks=marks, tools=tools, full=full)
 
     def _take_out(
         self,
         marked: Sequence[Mapping[str, Any]],
-        marks: Sequence[_Mark],
+        marks: Sequence[Mark],
         tools: Sequence[Mapping[str, Any]],
         *,
         generation_prompt: bool = False,
-    ) -> _Marked | None:
+    ) -> Marked | None:
         """Render marked messages and remove the sentinels; None when the template refuses them."""
         try:
             text = self.template.render(marked, tools, generation_prompt=generation_prompt)
         except RowRefused:
             return None
-        found: list[tuple[int, str]] = []
-        at = 0
-        for mark in marks:
-            for sentinel in (mark.opening, mark.closing):
-                # Nearly always in order, so the search goes on from the last place.
-                place = text.find(sentinel, at)
-                if place < 0:
-                    place = text.find(sentinel)
-                if place >= 0:
-                    found.append((place, sentinel))
-                    at = place
-            if mark.kind == "call" and mark.closing in text[at + 1 :]:
-                # Some templates name the called function again in the result's header; only the first is the call.
-                head, rest = text[: at + 1], text[at + 1 :]
-                text = head + rest.replace(mark.opening, "").replace(mark.closing, "")
-        found.sort()
-        pieces, places, start = [], {}, 0
-        for count, (place, sentinel) in enumerate(found):
-            pieces.append(text[start:place])
-            places[sentinel] = place - count
-            start = place + 1
-        pieces.append(text[start:])
-        return _Marked(text="".join(pieces), places=places)
-
-    def _generation_turns(
-        self, text: str, spans: list[tuple[int, int]], turns: tuple[TurnSpan, ...]
-    ) -> tuple[TurnSpan, ...]:
-        """Take the template's own ranges, and insist that each holds exactly the turn that sentinels show."""
-        if len(spans) != len(turns):
-            raise RowRefused(
-                "mask-not-provable",
-                f"the template marks {len(spans)} generation blocks for {len(turns)} assistant turns",
-            )
-        out = []
-        for (start, end), turn in zip(spans, turns, strict=True):
-            if not start <= turn.start <= turn.end <= end:
-                raise RowRefused(
-                    "mask-not-provable",
-                    f"generation block {start}..{end} does not hold assistant turn {turn.start}..{turn.end}",
-                )
-            # Line breaks after the end token are the template's: the model stops before them.
-            tail = text[turn.end : end]
-            stop = end if tail.strip() else turn.end
-            out.append(replace(turn, start=start, end=stop))
-        return tuple(out)
+        return take_out(text, marks)
 
     def _prefix_turns(
         self,
@@ -242,9 +158,12 @@ class _View:
     finder: MaskFinder
     messages: Sequence[Mapping[str, Any]]
     marked: list[dict[str, Any]]
-    marks: list[_Mark]
+    marks: list[Mark]
     tools: Sequence[Mapping[str, Any]]
-    full: _Marked
+    full: Marked
+
+    def turns(self) -> tuple[TurnSpan, ...]:
+        return tuple(self.turn(index) for index, message in enumerate(self.messages) if message["role"] == "assistant")
 
     def turn(self, index: int) -> TurnSpan:
         own = [mark for mark in self.marks if mark.message == index]
@@ -287,7 +206,7 @@ class _View:
                 ceiling = min(ceiling, self.full.places[mark.opening])
         return floor, ceiling
 
-    def _start(self, index: int, leading: _Mark, floor: int) -> int:
+    def _start(self, index: int, leading: Mark, floor: int) -> int:
         """Find where the turn's own text begins: at its first character, thinking marks and call syntax included."""
         first = self.full.places[leading.opening]
         if leading.kind == "content" and not leading.lead:
@@ -321,7 +240,7 @@ class _View:
         common = _common(head, prompt.text[at:])
         return self._snap(head, common) if common < len(prompt.text) - at else common
 
-    def _end(self, index: int, trailing: _Mark, ceiling: int) -> int:
+    def _end(self, index: int, trailing: Mark, ceiling: int) -> int:
         """Find where the turn ends: after its end token, before anything of the next turn."""
         last = self.full.places[trailing.closing]
         tail = self.full.text[last:ceiling]
@@ -336,16 +255,15 @@ class _View:
         if other is None and trailing.kind == "call" and not final:
             raise _NoProof(f"the end of the call in turn {index} cannot be told from what follows")
         length = self._end_of(tail, other, kept, final=final)
-        if plain:
+        if plain and len(self.finder._ends) < _MAX_ENDS:
             self.finder._ends[key] = length
         return last + length
 
-    def _other_tail(self, index: int, trailing: _Mark, *, final: bool) -> str | None:
+    def _other_tail(self, index: int, trailing: Mark, *, final: bool) -> str | None:
         """Give the text after this turn when the conversation goes on otherwise: to a user, or to its end."""
         if final:
-            last_plane = _PLANES[1] + _PLANE_SIZE
-            opening, closing = chr(last_plane - 1), chr(last_plane - 2)
-            user = _Mark(message=index + 1, opening=opening, closing=closing, kind="content", core="a")
+            opening, closing = user_sentinels(trailing)
+            user = Mark(message=index + 1, opening=opening, closing=closing, kind="content", core="a")
             more = {"role": "user", "content": f"{opening}a{closing}"}
             other = self.finder._take_out([*self.marked, more], [*self.marks, user], self.tools)
             stop = None if other is None else other.places.get(opening)
@@ -382,84 +300,28 @@ class _View:
         return at
 
 
-def _mark(messages: Sequence[Mapping[str, Any]], text: str, style: str) -> tuple[list[dict[str, Any]], list[_Mark]]:
-    """Copy messages with a pair of sentinels in every piece of text."""
-    plane = next((plane for plane in _PLANES if not any(_in_plane(plane, char) for char in set(text))), None)
-    if plane is None:
-        raise RowRefused("mask-not-provable", "the text uses characters of both private planes")
-    pen = _Pen(plane=plane, blanks=style == "every")
-    out = []
-    for index, message in enumerate(messages):
-        copy = dict(message)
-        for key in _TEXT_KEYS[1:]:
-            if isinstance(copy.get(key), str):
-                copy[key] = pen.wrap(copy[key], index, "thinking")
-        content = copy["content"] or ""
-        if copy["content"] is None:
-            pass  # a call without text, where the template tells null from empty
-        elif message["role"] == "assistant":
-            copy["content"] = _wrap_reply(pen, content, index, alone=not copy.get("tool_calls"))
-        elif style == "inner":
-            third = len(content) // 3 if len(content) >= _MIN_INNER_CHARS else len(content)
-            inner = pen.wrap(content[third : 2 * third], index, "content")
-            copy["content"] = content[:third] + inner + content[2 * third :]
-        else:
-            copy["content"] = pen.wrap(content, index, "content")
-        if copy.get("tool_calls"):
-            copy["tool_calls"] = [_wrap_call(pen, call, index) for call in copy["tool_calls"]]
-        out.append(copy)
-    return out, pen.marks
-
-
-@dataclass(kw_only=True, slots=True)
-class _Pen:
-    """Hands out sentinels, two for each piece."""
-
-    plane: int
-    blanks: bool
-    marks: list[_Mark] = field(default_factory=list)
-
-    def wrap(self, piece: str, index: int, kind: Literal["content", "thinking", "call"], *, blank: bool = False) -> str:
-        """Put sentinels at the ends of the visible text; `blank` pieces get them, too, where there is none."""
-        core = piece.strip()
-        number = 2 * len(self.marks)
-        if number + 4 >= _PLANE_SIZE or not (core or blank):
-            return piece
-        at = piece.find(core) if core else 0
-        mark = _Mark(
-            message=index,
-            opening=chr(self.plane + number),
-            closing=chr(self.plane + number + 1),
-            kind=kind,
-            core=core,
-            lead=piece[:at],
-            trail=piece[at + len(core) :],
+def _generation_turns(text: str, spans: list[tuple[int, int]], turns: tuple[TurnSpan, ...]) -> tuple[TurnSpan, ...]:
+    """Take the template's own ranges, and insist that each holds exactly the turn that sentinels show."""
+    if len(spans) != len(turns):
+        raise RowRefused(
+            "mask-not-provable",
+            f"the template marks {len(spans)} generation blocks for {len(turns)} assistant turns",
         )
-        self.marks.append(mark)
-        return f"{mark.lead}{mark.opening}{core}{mark.closing}{mark.trail}"
+    out = []
+    for (start, end), turn in zip(spans, turns, strict=True):
+        if not start <= turn.start <= turn.end <= end:
+            raise RowRefused(
+                "mask-not-provable",
+                f"generation block {start}..{end} does not hold assistant turn {turn.start}..{turn.end}",
+            )
+        # Line breaks after the end token are the template's: the model stops before them.
+        tail = text[turn.end : end]
+        stop = end if tail.strip() else turn.end
+        out.append(replace(turn, start=start, end=stop))
+    return tuple(out)
 
 
-def _wrap_reply(pen: _Pen, content: str, index: int, *, alone: bool) -> str:
-    """Mark the pieces between think marks apart, so that a template can drop or move each as before."""
-    before, close, after = content.rpartition(THINK_CLOSE)
-    if not close:
-        lead, opened, rest = content.partition(THINK_OPEN)
-        if opened and not lead.strip():
-            return lead + opened + pen.wrap(rest, index, "content")
-        return pen.wrap(content, index, "content", blank=alone and pen.blanks and not content.strip())
-    lead, opened, thinking = before.rpartition(THINK_OPEN)
-    lead = pen.wrap(lead, index, "content")
-    thinking = pen.wrap(thinking, index, "thinking")
-    return f"{lead}{opened}{thinking}{close}{pen.wrap(after, index, 'content')}"
-
-
-def _wrap_call(pen: _Pen, call: Mapping[str, Any], index: int) -> dict[str, Any]:
-    function = dict(call["function"])
-    function["name"] = pen.wrap(function["name"], index, "call")
-    return {**call, "function": function}
-
-
-def _check_tiles(turns: Sequence[TurnSpan], marks: Sequence[_Mark], full: _Marked) -> None:
+def check_tiles(turns: Sequence[TurnSpan], marks: Sequence[Mark], full: Marked) -> None:
     """Insist that the spans are in order and hold nothing that another message put there."""
     at = 0
     for turn in turns:
@@ -480,11 +342,7 @@ def _check_tiles(turns: Sequence[TurnSpan], marks: Sequence[_Mark], full: _Marke
 
 
 def _thinking_of(message: Mapping[str, Any]) -> str:
-    return next((str(message[key]) for key in _TEXT_KEYS[1:] if message.get(key)), "")
-
-
-def _in_plane(plane: int, char: str) -> bool:
-    return plane <= ord(char) < plane + 0x10000
+    return next((str(message[key]) for key in THINKING_KEYS if message.get(key)), "")
 
 
 def _common(one: str, other: str) -> int:

@@ -13,8 +13,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hsdump.prompts.conversation import THINK_CLOSE, THINK_OPEN, Message
 from hsdump.prompts.options import RowRefused
+from hsdump.prompts.sentinels import THINKING_KEYS
 
-_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _PROBE = "hsdumpprobe"
 
 
@@ -84,11 +84,11 @@ class Template:
     def thinking_field(self) -> str | None:
         """The message key that this template reads thinking from, found by trying a last turn and a last call."""
         call = {"content": "", "tool_calls": [_probe_call({"city": "c"})]}
-        for field in _FIELDS:
+        for field in THINKING_KEYS:
             if self._shows({"content": "b", field: _PROBE}) or self._shows({**call, field: _PROBE}):
                 return field
         # Some show it only in the middle of a chain of calls, where a probe does not reach.
-        return _FIELDS[0] if _FIELDS[0] in self.text else None
+        return THINKING_KEYS[0] if THINKING_KEYS[0] in self.text else None
 
     @property
     def shows_thinking(self) -> bool:
@@ -172,7 +172,7 @@ def _template_message(template: Template, message: Message) -> dict[str, Any]:
             out["content"] = f"{THINK_OPEN}\n{thinking}\n{THINK_CLOSE}\n\n{content}"
         else:
             # Without a key that the template reads, this one is not shown, and so is counted as lost.
-            out[field or _FIELDS[0]] = thinking
+            out[field or THINKING_KEYS[0]] = thinking
     if message.tool_calls:
         out["tool_calls"] = [_template_call(template, call) for call in message.tool_calls]
         if not content and template.null_content:
