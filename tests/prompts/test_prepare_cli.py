@@ -79,7 +79,7 @@ def test_show_prints_the_sample(rows: Path, model: Path, tmp_path: Path) -> None
     ("arguments", "message"),
     [
         (["--turns", "some"], "--turns some is not known"),
-        (["--thinking", "maybe"], "choose one of keep, require, drop, refuse"),
+        (["--thinking", "maybe"], "choose one of keep, require, template, drop, refuse"),
         (["--date", "yesterday"], "is no date"),
         (["--role", "elf"], "--role elf has no ="),
         (["--role", "elf=king"], "role 'elf' is mapped to 'king'"),

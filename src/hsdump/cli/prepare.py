@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -30,9 +31,10 @@ def prepare(
     inputs: list[Path] = typer.Argument(help="JSONL, JSON, Parquet, Arrow, TSV or text, also as .gz or .zst."),
     out: Path = typer.Option(..., "--out", help="Parquet file to write."),
     model: str | None = typer.Option(None, "--model", help="The target's folder: its tokenizer and chat template."),
-    max_tokens: int = typer.Option(32_768, min=1, help="Longer samples are skipped, never cut."),
+    max_tokens: int = typer.Option(32_768, min=1, help="Longest sample."),
+    too_long: str = typer.Option("skip", help="What is above --max-tokens: skip it, or split turns off its end."),
     turns: str = typer.Option("all", help="Assistant turns to learn: all or last."),
-    thinking: str = typer.Option("keep", help="The assistant's thinking: keep, require, drop or refuse."),
+    thinking: str = typer.Option("keep", help="The assistant's thinking: keep, require, template, drop or refuse."),
     control_tokens: str = typer.Option("skip", help="Rows whose text spells a control token: skip or allow."),
     text: str = typer.Option("chat", help="Rows that are text: chat (of this template, proved) or all (learn all)."),
     chat_template: Path | None = typer.Option(None, help="Jinja file to use instead of the model's template."),
@@ -41,6 +43,7 @@ def prepare(
     role: list[str] = typer.Option([], help="Another role name, as NAME=assistant. Repeatable."),
     skip_bad_rows: bool = typer.Option(False, "--skip-bad-rows", help="Exit 0 although rows were damaged."),
     show: int = typer.Option(0, min=0, help="Print this many samples, learned tokens coloured."),
+    workers: int | None = typer.Option(None, min=1, help="Processes; by default one for each core."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
 ) -> int:
     """Turn conversations into token ids and loss masks.
@@ -50,8 +53,9 @@ def prepare(
     """
     options = PromptOptions(
         max_tokens=max_tokens,
+        too_long=_one_of("--too-long", too_long, ("skip", "split")),  # type: ignore[arg-type]  # checked here
         turns=_one_of("--turns", turns, ("all", "last")),  # type: ignore[arg-type]  # checked here
-        thinking=_one_of("--thinking", thinking, ("keep", "require", "drop", "refuse")),  # type: ignore[arg-type]  # checked here
+        thinking=_one_of("--thinking", thinking, ("keep", "require", "template", "drop", "refuse")),  # type: ignore[arg-type]  # checked here
         control_tokens=_one_of("--control-tokens", control_tokens, ("skip", "allow")),  # type: ignore[arg-type]  # checked here
         text=_one_of("--text", text, ("chat", "all")),  # type: ignore[arg-type]  # checked here
         chat_template=_read_template(chat_template),
@@ -68,7 +72,7 @@ def prepare(
     report = PrepareReport(settings=settings)
     shown: list[RenderableType] = []
     with writing_samples(out, settings) as file:
-        for item in read_samples(inputs, renderer, options, report.notes):
+        for item in read_samples(inputs, renderer, options, report.notes, workers=workers or _cores()):
             report.add(item)
             if isinstance(item, Skip):
                 continue
@@ -82,6 +86,10 @@ def prepare(
     code = ROWS_LOST if report.lost and not skip_bad_rows else 0
     result = Result(data=report.data(), text=Group(*shown, report.text()), exit_code=code)
     return emit(result, as_json=as_json)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _nothing_left(report: PrepareReport) -> str:
@@ -118,5 +126,5 @@ def _roles(pairs: list[str]) -> dict[str, str]:
 
 def _settings(options: PromptOptions) -> dict[str, object]:
     """Give the options that change tokens or masks; the template goes in as its digest."""
-    names = ("max_tokens", "turns", "thinking", "control_tokens", "text", "date", "default_system", "roles")
+    names = ("max_tokens", "too_long", "turns", "thinking", "control_tokens", "text", "date", "default_system", "roles")
     return {name: getattr(options, name) for name in names}

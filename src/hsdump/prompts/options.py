@@ -37,10 +37,13 @@ class PromptOptions:
     turns: Literal["all", "last"] = "all"
     """Which assistant turns are learned from."""
 
-    thinking: Literal["keep", "require", "drop", "refuse"] = "keep"
+    thinking: Literal["keep", "require", "template", "drop", "refuse"] = "keep"
     """keep: learn it, and cut the conversation where the template strips it from earlier turns; thinking that the
-    template shows nowhere is counted. require: as keep, but such rows are lost. drop: remove it before rendering.
-    refuse: skip rows that have any."""
+    template shows nowhere is counted. require: as keep, but such rows are lost. template: one sample a conversation,
+    with what the template leaves of it. drop: remove it before rendering. refuse: skip rows that have any."""
+
+    too_long: Literal["skip", "split"] = "skip"
+    """skip: a sample above `max_tokens` is left out. split: the turns at its end are, until the rest fits."""
 
     control_tokens: Literal["skip", "allow"] = "skip"
     """Rows whose text spells a control token of the tokenizer, which would become that token."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+import multiprocessing
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 from hsdump.errors import InputError
@@ -15,22 +18,29 @@ from hsdump.prompts.rows import parse_row
 from hsdump.prompts.tokenrows import token_sample
 from hsdump.samples import TokenSample
 
+_INLINE_ROWS = 2_000
+_BATCH_ROWS = 64
+_BATCHES_AHEAD = 4
+
 
 def read_samples(
     inputs: Sequence[Path],
     renderer: Renderer | None,
     options: PromptOptions,
     notes: Counter[str] | None = None,
+    *,
+    workers: int = 1,
 ) -> Iterator[TokenSample | Skip]:
     """Stream the samples of files, in order, each content once.
 
-    Memory: one row, and 16 bytes for each sample seen (its key), however long the input is.
+    Memory: some rows for each worker, and a set of the keys seen (about 100 bytes a sample), however long the input.
 
     Args:
         inputs: files in any format that `read_rows` knows; what `hsdump prepare` wrote is one of them.
         renderer: None when every row is tokenized already.
         options: the same that the renderer was loaded with.
         notes: filled with counts for a report: `rows`, `shape:...`, `mask:...`.
+        workers: processes that render and tokenize. The order, and so the output, does not depend on it.
 
     Yields:
         A `Skip` for everything that will not be captured, at the place where it was found.
@@ -40,22 +50,74 @@ def read_samples(
     """
     seen: set[bytes] = set()
     counts: Counter[str] = Counter() if notes is None else notes
-    for path in inputs:
-        for row in read_rows(path):
-            counts["rows"] += 1
-            if isinstance(row, Skip):
-                yield row
+    rows = (row for path in inputs for row in read_rows(path))
+    for outcome in _outcomes(rows, renderer, options, workers):
+        counts.update(outcome.notes)
+        yield from outcome.skips
+        for sample in outcome.samples:
+            key = bytes.fromhex(sample.key)
+            if key in seen:
+                yield Skip(source=sample.source, reason="duplicate", detail=f"same tokens and mask as {sample.key}")
                 continue
-            outcome = renderer.outcome(row) if renderer is not None else tokens_only(row, options)
-            counts.update(outcome.notes)
-            yield from outcome.skips
-            for sample in outcome.samples:
-                key = bytes.fromhex(sample.key)
-                if key in seen:
-                    yield Skip(source=sample.source, reason="duplicate", detail=f"same tokens and mask as {sample.key}")
-                    continue
-                seen.add(key)
-                yield sample
+            seen.add(key)
+            yield sample
+
+
+def _outcomes(
+    rows: Iterator[Row | Skip], renderer: Renderer | None, options: PromptOptions, workers: int
+) -> Iterator[Outcome]:
+    # A small input is done before the first worker has imported its libraries.
+    inline = rows if workers <= 1 else itertools.islice(rows, _INLINE_ROWS)
+    for row in inline:
+        yield _outcome(row, renderer, options)
+    following = next(rows, None)
+    if following is not None:
+        yield from _parallel(itertools.chain([following], rows), renderer, options, workers)
+
+
+def _outcome(row: Row | Skip, renderer: Renderer | None, options: PromptOptions) -> Outcome:
+    if isinstance(row, Skip):
+        outcome = Outcome(skips=(row,))
+    elif renderer is not None:
+        outcome = renderer.outcome(row)
+    else:
+        outcome = tokens_only(row, options)
+    outcome.notes["rows"] += 1
+    return outcome
+
+
+def _parallel(
+    rows: Iterator[Row | Skip], renderer: Renderer | None, options: PromptOptions, workers: int
+) -> Iterator[Outcome]:
+    """Keep every worker busy with a bounded number of batches, and give results in the order of the rows."""
+    # Spawned, not forked: the tokenizer's own threads and a progress display's would not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(renderer, options))
+    waiting: deque[Future[list[Outcome]]] = deque()
+    try:
+        while batch := list(itertools.islice(rows, _BATCH_ROWS)):
+            waiting.append(pool.submit(_batch, batch))
+            if len(waiting) >= workers * _BATCHES_AHEAD:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Worker:
+    """What one worker process holds."""
+
+    renderer: Renderer | None = None
+    options: PromptOptions = PromptOptions()
+
+
+def _begin(renderer: Renderer | None, options: PromptOptions) -> None:
+    _Worker.renderer, _Worker.options = renderer, options
+
+
+def _batch(rows: list[Row | Skip]) -> list[Outcome]:
+    return [_outcome(row, _Worker.renderer, _Worker.options) for row in rows]
 
 
 def tokens_only(row: Row, options: PromptOptions) -> Outcome:

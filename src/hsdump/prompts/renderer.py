@@ -147,36 +147,40 @@ class Renderer:
         self._check_text(messages)
         samples: list[TokenSample] = []
         skips: list[Skip] = []
-        wanted = set(conversation.assistant_turns() if self.options.turns == "all" else [len(messages) - 1])
-        open_turns = set(wanted)
+        open_turns = set(conversation.assistant_turns() if self.options.turns == "all" else [len(messages) - 1])
+        whole = True
         while open_turns:
             last = max(open_turns)
             layout, turns = self._layout(messages[: last + 1], conversation.tools, open_turns)
-            open_turns -= {turn.message for turn in turns}
-            part = source if not samples and not skips and not open_turns else f"{source}#turn{last}"
-            notes[f"mask:{layout.strategy}"] += 1
-            lost = sum(not turn.thinking_kept for turn in turns)
-            if lost and self.options.thinking == "require":
-                detail = f"the template shows no thinking in {lost} turns, and --thinking require was given"
-                raise RowRefused("thinking-lost", detail)
-            notes["thinking-lost"] += lost
-            notes["tool-calls-lost"] += sum(not turn.calls_kept for turn in turns)
-            notes["turns-altered"] += sum(turn.altered for turn in turns)
+            done = {turn.message for turn in turns}
+            whole = whole and done == open_turns
+            part = source if whole else f"{source}#turn{last}"
             try:
                 samples.append(self._tokens(part, layout, turns, notes))
             except RowRefused as refused:
                 skips.append(Skip(source=part, reason=refused.reason, detail=refused.detail))
-        if len(samples) + len(skips) > 1:
+                if refused.reason == "too-long" and self.options.too_long == "split":
+                    done, whole = {last}, False
+            else:
+                self._note(layout, turns, notes)
+            open_turns -= done
+        if len(samples) > 1:
             notes["rows-cut-at-turns"] += 1
         return Outcome(samples=tuple(reversed(samples)), skips=tuple(skips), notes=+notes)
+
+    def _note(self, layout: Layout, turns: Sequence[TurnSpan], notes: Counter[str]) -> None:
+        notes[f"mask:{layout.strategy}"] += 1
+        notes["thinking-lost"] += sum(not turn.thinking_kept for turn in turns)
+        notes["tool-calls-lost"] += sum(not turn.calls_kept for turn in turns)
+        notes["turns-altered"] += sum(turn.altered for turn in turns)
 
     def _layout(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], open_turns: set[int]
     ) -> tuple[Layout, list[TurnSpan]]:
-        """Lay a conversation out and choose the turns that this rendering shows in full.
+        """Lay a conversation out and choose the turns that are learned from this rendering.
 
-        The last turn is always among them: no other rendering would show more of it. A turn whose thinking is left out
-        here waits for a rendering that ends with it.
+        The last turn is always among them: no other rendering would show more of it. An earlier turn whose thinking is
+        left out here waits for a rendering that ends with it, unless the template shows thinking nowhere.
         """
         if self._finder is None or self.template is None:
             raise InputError(
@@ -185,9 +189,13 @@ class Renderer:
             )
         layout = self._finder.layout(template_messages(self.template, messages), tools)
         turns = [turn for turn in layout.turns if turn.message in open_turns]
-        if not (turns[-1].thinking_kept and self.template.shows_thinking):
-            return layout, turns  # shown nowhere: cutting would not bring it back
-        return layout, [turn for turn in turns if turn.thinking_kept]
+        if self.options.thinking != "template" and turns[-1].thinking_kept and self.template.shows_thinking:
+            turns = [turn for turn in turns if turn.thinking_kept]
+        lost = [turn.message for turn in turns if not turn.thinking_kept]
+        if lost and self.options.thinking == "require":
+            detail = f"the template shows no thinking in turn {lost[0]}, and --thinking require was given"
+            raise RowRefused("thinking-lost", detail)
+        return layout, turns
 
     def _tokens(
         self, source: str, layout: Layout, turns: Sequence[TurnSpan], notes: Counter[str], *, bos: bool = False
