@@ -120,6 +120,13 @@ class SglangEngine:
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             raise CaptureFailed("aborted-by-server", str(reason.get("message", "")), transient=True)
+        if meta.get("cached_tokens"):
+            raise CaptureFailed(
+                "prefix-cached",
+                f"{meta['cached_tokens']} of {num_tokens} tokens came from the prefix cache although the request had an "
+                "extra_key of its own; start the server with --disable-radix-cache",
+                transient=False,
+            )
         if meta.get("prompt_tokens", num_tokens) != num_tokens:
             raise CaptureFailed(
                 "cut-by-server",

@@ -1,0 +1,135 @@
+"""Starting and stopping the real SGLang on a CPU, through `hsdump serve` or as anybody would.
+
+A server is its own process group, so that stopping it can never touch anything else, and never leaves a scheduler
+behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+SGLANG_PYTHON = Path(os.environ.get("HSDUMP_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
+CACHE = ROOT / ".cache"
+START_LIMIT_S = 240.0
+STOP_LIMIT_S = 30.0
+
+_CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONDONTWRITEBYTECODE": ""}
+_CPU_ARGS = (
+    "--device cpu --host 127.0.0.1 --attention-backend torch_native --mem-fraction-static 0.1 "
+    "--max-total-tokens 20000 --skip-server-warmup"
+).split()
+_MLA_PLUGIN = Path(__file__).parent / "mla_on_cpu"
+"""A test-only plugin: SGLang's default MLA path cannot run on torch_native."""
+
+
+@dataclass(kw_only=True)
+class SglangServer:
+    """One real server, from `with` to the end of the block."""
+
+    model: Path
+    log: Path
+    """Its output goes here; read it when something fails."""
+
+    capture: bool = True
+    """Through `hsdump serve`; False: plain `python -m sglang.launch_server`."""
+
+    serve_options: tuple[str, ...] = ()
+    sglang_args: tuple[str, ...] = ("--chunked-prefill-size", "64")
+    version: str | None = None
+    """Another release than the installed one: a folder name under `.cache/sglang-<version>`."""
+
+    tp: int = 1
+    env: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> SglangServer:
+        self.port = self.port or _free_port()
+        self.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start it and wait until it serves."""
+        args = [*_CPU_ARGS, "--model-path", str(self.model), "--port", str(self.port), *self.sglang_args]
+        if self.tp > 1:
+            args += ["--tp", str(self.tp), "--disable-custom-all-reduce"]
+        command = [str(SGLANG_PYTHON), "-m", "sglang.launch_server", *args]
+        if self.capture:
+            serve = ["serve", "--python", str(SGLANG_PYTHON), *self.serve_options, "--", *args]
+            command = [sys.executable, "-m", "hsdump.cli.main", *serve]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=self._environment(), start_new_session=True, stdout=log, stderr=subprocess.STDOUT
+            )
+        self._wait_until_up()
+
+    def stop(self) -> None:
+        """End it as an operator would; whatever is left after a while is killed."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill -9 the whole server, launcher included."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: signal.Signals) -> None:
+        process, self.process = self.process, None
+        if process is None:
+            return
+        target = os.killpg if number is signal.SIGKILL else os.kill
+        target(process.pid, number)
+        try:
+            process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+    def _environment(self) -> dict[str, str]:
+        env = {**os.environ, **_CPU_ENV, **self.env}
+        path = [str(_MLA_PLUGIN)]
+        if self.version is not None:
+            path = [str(CACHE / f"sglang-{self.version}"), str(CACHE / "sglang-overlay"), *path]
+        if self.tp > 1:
+            threads = "|".join(str(cpu % (os.cpu_count() or 1)) for cpu in range(self.tp))
+            env |= {"SGLANG_CPU_OMP_THREADS_BIND": threads, "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}
+        return {**env, "PYTHONPATH": os.pathsep.join(path)}
+
+    def _wait_until_up(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.2)
+        end = self.log.read_text(errors="replace")[-4000:]
+        self.stop()
+        raise RuntimeError(f"the server did not come up; the end of its log:\n{end}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,13 @@
+"""Test only: let DeepSeek's attention run on `torch_native`, whose default handler picks a path it cannot run."""
+
+
+def register() -> None:
+    """SGLang calls this in each of its processes."""
+    try:
+        from sglang.srt.models.deepseek_common.attention_backend_handler import (
+            AttentionBackendRegistry,
+            AttnForwardMethod,
+        )
+    except ImportError:  # older releases keep it elsewhere; only the newest serves this model in the tests
+        return
+    AttentionBackendRegistry.register("torch_native", lambda _attention, _batch: AttnForwardMethod.MLA)
