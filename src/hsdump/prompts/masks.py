@@ -282,7 +282,7 @@ class _View:
         common = _common(tail, other)
         if common < min(len(tail), len(other)):
             common = self._snap(tail, common)
-        if common <= kept and tail and other:
+        if common <= kept and tail[kept:] and other[kept:]:
             # An end token that differs between the last turn and earlier ones.
             common = max(common, kept + self._first_control(tail[kept:]))
         return max(len(tail[:common].rstrip()), min(kept, common))

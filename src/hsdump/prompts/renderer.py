@@ -268,7 +268,7 @@ def mask_tokens(offsets: NDArray[np.int64], turns: Sequence[TurnSpan]) -> tuple[
     straddling = 0
     for turn in turns:
         inside = (starts >= turn.start) & (ends <= turn.end) & (ends > starts)
-        touching = (starts < turn.end) & (ends > turn.start) & ~inside
+        touching = (starts < turn.end) & (ends > turn.start) & (ends > starts) & ~inside
         mask[inside] = 1
         straddling += int(touching.sum())
     return mask, straddling
