@@ -149,5 +149,20 @@ CALLS_AND_EMPTY_REPLY = (
 )
 """Tells null from empty: a call with empty text would be followed by a reply of nothing."""
 
+RESULTS_END_TWO_WAYS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}(result\n{{ m.content }}{{ '\n)' if loop.last else '\n)\n' }}<|im_end|>"
+    "{% else %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<|call|>{{ call.function.name }} {{ call.function.arguments | tojson }}"
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Closes a result otherwise when a turn follows: its generation prompt begins after other words."""
+
 NO_CALLS = CHATML
 """Knows nothing of calls."""
+
+CHATML_WITHOUT_EMPTY = (
+    "{% for m in messages %}{% if m.content %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Shows nothing at all of a turn without text."""

@@ -168,6 +168,30 @@ def test_calls_that_the_template_does_not_know_are_counted(load: LoadRenderer) -
     assert learned(renderer, outcome.samples[0]) == "It is 4C.<|im_end|>"
 
 
+def test_a_call_after_a_result_has_no_header_in_it(load: LoadRenderer) -> None:
+    row = calling({"city": "Oslo"})
+    row["messages"] = [*row["messages"][:3], *row["messages"][1:3], row["messages"][3]]
+    renderer = load(t.RESULTS_END_TWO_WAYS)
+    call = '<|call|>weather {"city": "Oslo"}<|im_end|>'
+    assert learned(renderer, one(renderer, row)) == f"{call}|{call}|It is 4C.<|im_end|>"
+
+
+def test_a_turn_that_is_not_shown_does_not_hide_the_others(load: LoadRenderer) -> None:
+    row = chat("a", "b", "c", "d").value
+    row["messages"].insert(2, calling({})["messages"][1])
+    renderer = load(t.CHATML_WITHOUT_EMPTY)
+    outcome = renderer.outcome(Row(source="r", value=row))
+    assert learned(renderer, outcome.samples[0]) == "b<|im_end|>|d<|im_end|>"
+    assert outcome.notes["tool-calls-lost"] == 1
+
+
+def test_control_tokens_in_arguments_and_tools_are_found(load: LoadRenderer) -> None:
+    renderer = load(t.CALLS_ESCAPE_TEXT)
+    assert skip(renderer, calling({"city": "<|stop|>"})).reason == "control-token-in-content"
+    tool = {"type": "function", "function": {"name": "f", "description": "<|stop|>"}}
+    assert "tools spells the control token" in skip(renderer, {"tools": [tool], **chat("a", "b").value}).detail
+
+
 def test_function_call_turns_and_tools_as_json_text(load: LoadRenderer) -> None:
     tool = {"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}}
     turns = [

@@ -1,13 +1,11 @@
 """Which characters of a rendered conversation are the assistant's own: found by proof, or refused.
 
-Letters: none, everything here is text.
-
 The proof. Every turn's text gets two sentinels, one at each end of its visible part, so that trimming, splitting at
 think marks and conditions on emptiness behave as before. The template renders the marked conversation, too. If taking
 the sentinels out gives the plain rendering back, byte for byte, then the sentinels show where the template put each
 turn. Where a turn begins (after its header) and ends (after its end token) is found by comparing the text between
-two turns with the generation prompt, and with a conversation that ends there. No text is ever searched for a role
-header, so a header that a user typed changes nothing.
+two turns with the generation prompt, and with a conversation that ends there. What a user typed is never searched for
+a role header, so a header in it changes nothing.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ class MaskFinder:
         full = self._take_out(marked, marks, tools)
         if full is None or full.text != text:
             raise _NoProof("the template renders marked text differently")
-        return _View(finder=self, messages=messages, marked=marked, marks=marks, tools=tools, full=full)
+        return _View(finder=self, messages=messages, marked=marked, marks=marks, tools=tools, full=full, style=style)
 
     def _take_out(
         self,
@@ -161,6 +159,7 @@ class _View:
     marks: list[Mark]
     tools: Sequence[Mapping[str, Any]]
     full: Marked
+    style: str
 
     def turns(self) -> tuple[TurnSpan, ...]:
         return tuple(self.turn(index) for index, message in enumerate(self.messages) if message["role"] == "assistant")
@@ -223,9 +222,7 @@ class _View:
 
     def _header_length(self, index: int, head: str, floor: int) -> int | None:
         """Compare the text before a turn with the generation prompt at that place: what both have is the header."""
-        if index == 0:
-            return None
-        prompt = self.finder._take_out(self.marked[:index], self.marks, self.tools, generation_prompt=True)
+        prompt = self._before(index, generation_prompt=True) if index else None
         if prompt is None:
             return None
         before = {
@@ -234,11 +231,31 @@ class _View:
             if mark.closing in prompt.places and self.messages[mark.message]["role"] != "system"
         }
         anchor = max(before, key=lambda sentinel: before[sentinel], default=None)
-        at = 0 if anchor is None else before[anchor]
         if floor != (0 if anchor is None else self.full.places.get(anchor, -1)):
             return None
-        common = _common(head, prompt.text[at:])
-        return self._snap(head, common) if common < len(prompt.text) - at else common
+        prompted = prompt.text[0 if anchor is None else before[anchor] :]
+        common = _common(head, prompted)
+        return common if common == len(prompted) else self._partial_header(index, head, prompted, common)
+
+    def _partial_header(self, index: int, head: str, prompted: str, common: int) -> int | None:
+        """Decide where the generation prompt and the real text part: inside the prompt's words, or before them.
+
+        Inside: the prompt opens the thinking, say, and the turn has none. Before: the template ends a last message
+        otherwise than an inner one; then the prompt's words are looked for in the fixed text before the turn.
+        """
+        prompt, plain = self._before(index, generation_prompt=True), self._before(index, generation_prompt=False)
+        if prompt is None or plain is None or not prompt.text.startswith(plain.text):
+            return None
+        generation = prompt.text[len(plain.text) :]
+        if common > len(prompted) - len(generation):
+            return self._snap(head, common)
+        fixed = self.style != "inner"  # else a user's own words stand in it, too
+        if fixed and generation and head.count(generation) == 1:
+            return head.index(generation) + len(generation)
+        return None
+
+    def _before(self, index: int, *, generation_prompt: bool) -> Marked | None:
+        return self.finder._take_out(self.marked[:index], self.marks, self.tools, generation_prompt=generation_prompt)
 
     def _end(self, index: int, trailing: Mark, ceiling: int) -> int:
         """Find where the turn ends: after its end token, before anything of the next turn."""
@@ -325,6 +342,8 @@ def check_tiles(turns: Sequence[TurnSpan], marks: Sequence[Mark], full: Marked) 
     """Insist that the spans are in order and hold nothing that another message put there."""
     at = 0
     for turn in turns:
+        if turn.start == turn.end:
+            continue  # nothing of it is shown, so it has no place of its own
         if not at <= turn.start <= turn.end:
             raise _NoProof(f"turn {turn.message} overlaps the one before")
         at = turn.end

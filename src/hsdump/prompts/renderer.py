@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ class Renderer:
 
     def _conversation(self, source: str, conversation: Conversation, notes: Counter[str]) -> Outcome:
         messages = self._thinking_policy(conversation.messages)
-        self._check_text(messages)
+        self._check_text(replace(conversation, messages=messages))
         samples: list[TokenSample] = []
         skips: list[Skip] = []
         open_turns = set(conversation.assistant_turns() if self.options.turns == "all" else [len(messages) - 1])
@@ -225,15 +226,24 @@ class Renderer:
             raise RowRefused("thinking-refused", "the row has thinking, and --thinking refuse was given")
         return messages
 
-    def _check_text(self, messages: Sequence[Message]) -> None:
-        for index, message in enumerate(messages):
-            for text in (message.content, message.thinking or ""):
+    def _check_text(self, conversation: Conversation) -> None:
+        """Refuse text that no tokenizer takes, or that would become control tokens."""
+        for index, message in enumerate(conversation.messages):
+            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.tool_calls]
+            for text in (message.content, message.thinking or "", *calls):
                 check_encodable(f"turn {index}", text)
-                if self.options.control_tokens == "skip":
-                    token = next((token for token in self.control_tokens if token in text), None)
-                    if token is not None:
-                        detail = f"turn {index} spells the control token {token!r}; --control-tokens allow keeps it"
-                        raise RowRefused("control-token-in-content", detail)
+                self._check_control(f"turn {index}", text)
+        if conversation.tools:
+            tools = json.dumps(conversation.tools, ensure_ascii=False)
+            check_encodable("tools", tools)
+            self._check_control("tools", tools)
+
+    def _check_control(self, where: str, text: str) -> None:
+        if self.options.control_tokens == "skip":
+            token = next((token for token in self.control_tokens if token in text), None)
+            if token is not None:
+                detail = f"{where} spells the control token {token!r}; --control-tokens allow keeps it"
+                raise RowRefused("control-token-in-content", detail)
 
 
 def check_encodable(what: str, text: str) -> None:
