@@ -50,6 +50,8 @@ def extract(
     Exit codes: 0 all committed, 3 some samples failed or rows were unreadable, 4 stopped early.
     """
     check_output(out)
+    if turns not in ("all", "last"):
+        raise UsageError(f"--turns {turns} is not known", "use all or last")
     options = ExtractOptions(
         inputs=tuple(inputs),
         out=out,
@@ -62,7 +64,7 @@ def extract(
         shard_bytes=shard_bytes,
         commit_s=commit_seconds,
         chat_template=chat_template.read_text() if chat_template else None,
-        turns=turns,
+        turns="last" if turns == "last" else "all",
     )
     state = asyncio.run(_run(options, lambda: _engine(engine, server, spool, options, server_wait), quiet=json))
     raise typer.Exit(emit(Result(data=state.report(), text=summary(state), exit_code=state.exit_code()), as_json=json))

@@ -16,9 +16,9 @@ import httpx
 import numpy as np
 
 from hsdump.errors import ServerError, SpoolError
+from hsdump.locks import is_held
 from hsdump.samples import sample_key
 from hsdump.schema import EngineInfo, StateShape
-from hsdump.spool.locks import is_held
 from hsdump.spool.names import PREFIX, SHARED_MEMORY, Rid
 from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
 

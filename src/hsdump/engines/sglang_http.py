@@ -123,8 +123,8 @@ class SglangEngine:
         if meta.get("cached_tokens"):
             raise CaptureFailed(
                 "prefix-cached",
-                f"{meta['cached_tokens']} of {num_tokens} tokens came from the prefix cache although the request had an "
-                "extra_key of its own; start the server with --disable-radix-cache",
+                f"{meta['cached_tokens']} of {num_tokens} tokens came from the prefix cache although the request "
+                "had an extra_key of its own; start the server with --disable-radix-cache",
                 transient=False,
             )
         if meta.get("prompt_tokens", num_tokens) != num_tokens:

@@ -186,7 +186,7 @@ class Driver:
             captured.release()
         self._uncommitted[sample.key] = len(sample.input_ids)
         due = time.monotonic() - self._last_commit_s > self._options.commit_s
-        if due or self._writer.pending_bytes >= self._options.shard_bytes:
+        if due or self._writer.is_full:
             self._commit()
 
     def _commit(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Literal
 
 from hsdump._version import __version__
 from hsdump.errors import InputError, StoreError, UsageError
@@ -43,7 +44,7 @@ class ExtractOptions:
     """Captured samples wait at most so long for their commit; a kill costs at most this much work."""
 
     chat_template: str | None = None
-    turns: str = "all"
+    turns: Literal["all", "last"] = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from types import FrameType
 
 from hsdump.errors import SpoolError
 from hsdump.launch.command import ServeCommand, ServeOptions
-from hsdump.spool.locks import AliveLock
+from hsdump.locks import AliveLock
 from hsdump.spool.names import SpoolPaths
 
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hsdump.locks import AliveLock
 from hsdump.schema import EngineInfo
-from hsdump.spool.locks import AliveLock
 from hsdump.spool.names import SpoolPaths
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hsdump.errors import SpoolError
+from hsdump.locks import AliveLock
 from hsdump.spool.entry import MAX_HEADER_BYTES, EntryLayout, decode_header
-from hsdump.spool.locks import AliveLock
 from hsdump.spool.names import Rid, SpoolPaths
 
 

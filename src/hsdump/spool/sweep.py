@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsdump.spool.locks import is_held
+from hsdump.locks import is_held
 from hsdump.spool.names import PREFIX, SHARED_MEMORY, Rid, SpoolPaths, is_run
 
 

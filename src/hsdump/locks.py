@@ -1,4 +1,7 @@
-"""Locks that say "this process is alive": the kernel drops them when the process dies, kill -9 included."""
+"""Locks that say "this process is alive": the kernel drops them when the process dies, kill -9 included.
+
+Standard library only: server and client side import it.
+"""
 
 from __future__ import annotations
 
