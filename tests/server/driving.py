@@ -51,9 +51,7 @@ def token_samples(count: int, vocab_size: int, *, seed: int = 0, longest: int = 
 
 def write_rows(path: Path, samples: Iterable[TokenSample]) -> Path:
     """Write samples as `extract` reads ready-made tokens."""
-    rows = (
-        {"id": s.source, "input_ids": s.input_ids.tolist(), "loss_mask": s.loss_mask.tolist()} for s in samples
-    )
+    rows = ({"id": s.source, "input_ids": s.input_ids.tolist(), "loss_mask": s.loss_mask.tolist()} for s in samples)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -145,7 +143,9 @@ async def _ask(client: httpx.AsyncClient, ids: Sequence[int], num_new: int) -> A
     return Answer(tuple(answer["output_ids"]), meta["cached_tokens"], margins)
 
 
-async def ordinary_traffic(url: str, prompts: Sequence[Sequence[int]], *, at_once: int, num_new: int = 8) -> list[Answer]:
+async def ordinary_traffic(
+    url: str, prompts: Sequence[Sequence[int]], *, at_once: int, num_new: int = 8
+) -> list[Answer]:
     """Be ordinary users: greedy answers to prompts, so many at a time."""
     slots = asyncio.Semaphore(at_once)
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -93,16 +94,13 @@ class SglangServer:
         process, self.process = self.process, None
         if process is None:
             return
-        target = os.killpg if number is signal.SIGKILL else os.kill
-        target(process.pid, number)
-        try:
+        if process.poll() is None:
+            send = os.killpg if number is signal.SIGKILL else os.kill
+            send(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
 
     def _environment(self) -> dict[str, str]:

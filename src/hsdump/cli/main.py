@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 
 import click
 import typer
@@ -15,8 +16,8 @@ VERBS = ("serve", "prepare", "extract")
 """Modules of `hsdump.cli`, in the order of the job. Each has `add_to(app)`."""
 
 
-def build_app() -> typer.Typer:
-    """Put the verbs together."""
+def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
+    """Put verbs together."""
     app = typer.Typer(
         name="hsdump",
         help="Turn a running SGLang server into verified EAGLE-3 training data.",
@@ -34,14 +35,17 @@ def build_app() -> typer.Typer:
             typer.echo(f"hsdump {__version__}")
             raise typer.Exit
 
-    for verb in VERBS:
+    for verb in verbs:
         importlib.import_module(f"hsdump.cli.{verb}").add_to(app)
     return app
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and give its exit code back; a user's mistake never shows a stack trace."""
-    command = typer.main.get_command(build_app())
+    argv = sys.argv[1:] if argv is None else argv
+    # Only the verb that runs is imported: `serve` works beside an SGLang that has none of the client's libraries.
+    asked = next((word for word in argv if not word.startswith("-")), None)
+    command = typer.main.get_command(build_app([asked] if asked in VERBS else VERBS))
     try:
         code = command.main(args=argv, prog_name="hsdump", standalone_mode=False)
     except HsdumpError as error:
