@@ -57,7 +57,7 @@ def learned(renderer: Renderer, sample: TokenSample) -> str:
             runs[-1].append(token)
         elif runs[-1]:
             runs.append([])
-    return "|".join(renderer.backend.decode(run, skip_special_tokens=False) for run in runs if run)
+    return "|".join(renderer.tokens.decode(run) for run in runs if run)
 
 
 def chat(*contents: str) -> Row:

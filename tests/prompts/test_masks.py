@@ -96,7 +96,7 @@ def test_a_token_is_learned_when_it_lies_inside_a_span_and_only_then(
     outcome = renderer.outcome(Row(source="r", value=row))
     (sample,) = outcome.samples
     layout = layout_of(renderer, messages)
-    encoding = renderer.backend.encode(layout.text, add_special_tokens=False)
+    encoding = renderer.tokens.backend.encode(layout.text, add_special_tokens=False)
     assert sample.input_ids.tolist() == encoding.ids
     inside = [any(turn.start <= a and b <= turn.end for turn in layout.turns) for a, b in encoding.offsets]
     assert sample.loss_mask.tolist() == inside
@@ -190,10 +190,10 @@ def test_bytes_of_multibyte_text_come_back_whole(load: LoadRenderer) -> None:
 
 def test_the_date_is_fixed(load: LoadRenderer) -> None:
     first, again = load(t.DATED), load(t.DATED, date="2031-05-06")
-    text = first.backend.decode(one(first, chat("a", "b")).input_ids.tolist(), skip_special_tokens=False)
+    text = first.tokens.decode(one(first, chat("a", "b")).input_ids.tolist())
     assert "Today is 01 Jan 2025." in text
     assert first.date == "2025-01-01"
-    text = again.backend.decode(one(again, chat("a", "b")).input_ids.tolist(), skip_special_tokens=False)
+    text = again.tokens.decode(one(again, chat("a", "b")).input_ids.tolist())
     assert "Today is 06 May 2031." in text
 
 

@@ -105,7 +105,7 @@ def test_unicode_line_separators_stay_in_the_text(load: LoadRenderer, tmp_path: 
     (tmp_path / "ls.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
     (sample,), skips, _ = read(load, tmp_path / "ls.jsonl")
     assert skips == []
-    text = load().backend.decode(sample.input_ids.tolist())
+    text = load().tokens.decode(sample.input_ids.tolist())
     assert "one\u2028two\u0085three" in text
     assert "ok\u2029ok" in text
 

@@ -18,7 +18,7 @@ def test_all_turns_and_their_end_tokens_are_learned(load: LoadRenderer) -> None:
     renderer = load()
     sample = one(renderer, chat("Name a colour.", "Blue.", "Why?", "Because of the light."))
     assert learned(renderer, sample) == "Blue.<|im_end|>|Because of the light.<|im_end|>"
-    assert renderer.backend.decode(sample.input_ids.tolist(), skip_special_tokens=False) == (
+    assert renderer.tokens.decode(sample.input_ids.tolist()) == (
         "<|im_start|>user\nName a colour.<|im_end|>\n<|im_start|>assistant\nBlue.<|im_end|>\n"
         "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nBecause of the light.<|im_end|>\n"
     )

@@ -16,7 +16,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def text_of(renderer: Renderer, row: Any) -> str:
-    return str(renderer.backend.decode(one(renderer, row).input_ids.tolist(), skip_special_tokens=False))
+    return str(renderer.tokens.decode(one(renderer, row).input_ids.tolist()))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_words_before_the_first_user_turn_are_context(load: LoadRenderer) -> Non
     text = "<|im_start|>system\nOther words.<|im_end|>\n" + text_of(load(), chat("a", "b"))
     sample = one(renderer, {"text": text})
     assert learned(renderer, sample) == "b<|im_end|>"
-    assert renderer.backend.decode(sample.input_ids.tolist(), skip_special_tokens=False) == text
+    assert renderer.tokens.decode(sample.input_ids.tolist()) == text
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_text_that_is_no_chat_is_refused_or_learned_whole(load: LoadRenderer, te
 def test_bos_is_there_exactly_once(tmp_path: Path) -> None:
     folder = make_model(tmp_path, t.TRIMMED, bos="<|bos|>")
     renderer = Renderer.load(str(folder), PromptOptions())
-    bos = renderer.backend.token_to_id("<|bos|>")
+    bos = renderer.tokens.backend.token_to_id("<|bos|>")
     for row in (chat("Hi", "Hello").value, {"text": "<|bos|><|turn|>user\n\nHi<|stop|><|turn|>model\n\nHello<|stop|>"}):
         ids = one(renderer, row).input_ids.tolist()
         assert (ids[0], ids.count(bos)) == (bos, 1)

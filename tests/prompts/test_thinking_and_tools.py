@@ -44,7 +44,7 @@ def test_a_conversation_is_cut_where_thinking_is_stripped(load: LoadRenderer, ro
     ]
     assert [sample.source.partition("#")[2] for sample in outcome.samples] == ["turn1", "turn3"]
     assert outcome.notes["rows-cut-at-turns"] == 1
-    second = renderer.backend.decode(outcome.samples[1].input_ids.tolist())
+    second = renderer.tokens.decode(outcome.samples[1].input_ids.tolist())
     assert "ANS1" in second
     assert "TH1" not in second
 
@@ -91,7 +91,7 @@ def test_thinking_that_no_rendering_shows_is_counted_or_refused(load: LoadRender
     outcome = renderer.outcome(row)
     assert len(outcome.samples) == 1
     assert outcome.notes["thinking-lost"] == 2
-    assert "TH" not in renderer.backend.decode(outcome.samples[0].input_ids.tolist())
+    assert "TH" not in renderer.tokens.decode(outcome.samples[0].input_ids.tolist())
     result = skip(load(t.THINK_DROPPED, thinking="require"), row.value)
     assert (result.reason, result.lost) == ("thinking-lost", True)
 
@@ -148,7 +148,7 @@ def test_calls_are_learned_once_escaped_and_results_are_not(
     renderer = load(template)
     sample = one(renderer, calling(arguments, content))
     assert learned(renderer, sample) == expected
-    assert "None" not in renderer.backend.decode(sample.input_ids.tolist())
+    assert "None" not in renderer.tokens.decode(sample.input_ids.tolist())
 
 
 def test_broken_arguments_are_shown_or_refused(load: LoadRenderer) -> None:

@@ -41,6 +41,7 @@ def prepare(
     date: str = typer.Option(DEFAULT_DATE, help="What templates print as today."),
     default_system: str | None = typer.Option(None, help="System message for rows that bring none."),
     role: list[str] = typer.Option([], help="Another role name, as NAME=assistant. Repeatable."),
+    trust_remote_code: bool = typer.Option(False, "--trust-remote-code", help="Run the model's own tokenizer code."),
     skip_bad_rows: bool = typer.Option(False, "--skip-bad-rows", help="Exit 0 although rows were damaged."),
     show: int = typer.Option(0, min=0, help="Print this many samples, learned tokens coloured."),
     workers: int | None = typer.Option(None, min=1, help="Processes; by default one for each core."),
@@ -62,6 +63,7 @@ def prepare(
         date=date,
         default_system=default_system,
         roles=_roles(role),
+        trust_remote_code=trust_remote_code,
         skip_bad_rows=skip_bad_rows,
     )
     renderer = Renderer.load(model, options) if model else None
@@ -78,7 +80,7 @@ def prepare(
                 continue
             file.append(item)
             if renderer is not None and len(shown) < show:
-                shown.append(show_sample(item, renderer.backend))
+                shown.append(show_sample(item, renderer.tokens))
         if not report.samples:
             raise InputError(_nothing_left(report), "see the reasons above; --json prints them all")
     report_path = out.with_name(out.name + ".report.json")

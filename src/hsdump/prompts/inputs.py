@@ -82,7 +82,7 @@ def _open_plain(path: Path, magic: bytes) -> BinaryIO:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
         yield from _table_rows(path.name, file.iter_batches(batch_size=_TABLE_BATCH_ROWS))
 
 

@@ -63,6 +63,9 @@ class PromptOptions:
     roles: dict[str, str] = field(default_factory=dict)
     """More role names: `{"my_model_v2": "assistant"}`."""
 
+    trust_remote_code: bool = False
+    """Run tokenizer code that lies in the model's folder."""
+
     skip_bad_rows: bool = False
     """Damaged rows do not change the exit code of `hsdump prepare`."""
 

@@ -15,6 +15,7 @@ from hsdump.prompts.inputs import Row, read_rows
 from hsdump.prompts.options import PromptOptions, RowRefused, Skip
 from hsdump.prompts.renderer import Outcome, Renderer, row_source
 from hsdump.prompts.rows import parse_row
+from hsdump.prompts.samples_file import read_settings
 from hsdump.prompts.tokenrows import token_sample
 from hsdump.samples import TokenSample
 
@@ -50,7 +51,7 @@ def read_samples(
     """
     seen: set[bytes] = set()
     counts: Counter[str] = Counter() if notes is None else notes
-    rows = (row for path in inputs for row in read_rows(path))
+    rows = (row for path in inputs for row in _rows(path, renderer))
     for outcome in _outcomes(rows, renderer, options, workers):
         counts.update(outcome.notes)
         yield from outcome.skips
@@ -63,11 +64,23 @@ def read_samples(
             yield sample
 
 
+def _rows(path: Path, renderer: Renderer | None) -> Iterator[Row | Skip]:
+    """Read one file; tokens that another tokenizer made are not this model's."""
+    made_with = read_settings(path).get("tokenizer_digest") if renderer is not None else None
+    if renderer is not None and made_with not in (None, renderer.tokenizer_digest):
+        raise InputError(
+            f"{path} was prepared with another tokenizer ({made_with}; this model's is {renderer.tokenizer_digest})",
+            "run hsdump prepare again with --model set to this model",
+        )
+    yield from read_rows(path)
+
+
 def _outcomes(
     rows: Iterator[Row | Skip], renderer: Renderer | None, options: PromptOptions, workers: int
 ) -> Iterator[Outcome]:
     # A small input is done before the first worker has imported its libraries.
-    inline = rows if workers <= 1 else itertools.islice(rows, _INLINE_ROWS)
+    alone = workers <= 1 or (renderer is not None and not renderer.can_travel)
+    inline = rows if alone else itertools.islice(rows, _INLINE_ROWS)
     for row in inline:
         yield _outcome(row, renderer, options)
     following = next(rows, None)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,8 @@ from hsdump.prompts.preformatted import ChatText
 from hsdump.prompts.rows import ROLES, parse_row
 from hsdump.prompts.template import Template, template_messages
 from hsdump.prompts.tokenrows import token_sample
+from hsdump.prompts.tokens import FastTokens, Tokens, load_tokenizer, tokenizer_digest
 from hsdump.samples import TokenSample
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +40,7 @@ class Outcome:
 class Renderer:
     """Owns one tokenizer and one template. Cheap to share between rows, not between threads."""
 
-    backend: Any
-    """A `tokenizers.Tokenizer`."""
-
+    tokens: Tokens
     template: Template | None
     options: PromptOptions
     tokenizer_digest: str
@@ -53,13 +49,12 @@ class Renderer:
     vocab_size: int
     bos_id: int | None
     bos_token: str | None
-    control_tokens: tuple[str, ...]
-    """Texts that become one special token wherever they stand."""
 
     def __post_init__(self) -> None:
-        added = tuple(token.content for token in self.backend.get_added_tokens_decoder().values())
-        self._finder = MaskFinder(template=self.template, control_tokens=added) if self.template else None
+        self._finder = MaskFinder(template=self.template, control_tokens=self.tokens.added) if self.template else None
         self._chat_text = ChatText(finder=self._finder) if self._finder else None
+        # Every one is a piece of text that would become a single token wherever it stands.
+        self._control = tuple(text for text in self.tokens.special.values() if text.strip())
 
     @classmethod
     def load(cls, model_path: str, options: PromptOptions) -> Renderer:
@@ -69,7 +64,7 @@ class Renderer:
             InputError: no tokenizer there, or one without character offsets.
             UsageError: an option that cannot be, such as a date that is none.
         """
-        tokenizer = _load_tokenizer(model_path)
+        tokenizer, tokens = load_tokenizer(model_path, trust_remote_code=options.trust_remote_code)
         date = _date(options.date)
         for name, role in options.roles.items():
             if role not in set(ROLES.values()):
@@ -77,20 +72,14 @@ class Renderer:
                 raise UsageError(f"role {name!r} is mapped to {role!r}", f"map it to one of {known}")
         text = options.chat_template or _template_text(tokenizer)
         special = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-        control = tuple(
-            token.content
-            for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-            if token.special and token.content.strip()
-        )
         return cls(
-            backend=tokenizer.backend_tokenizer,
+            tokens=tokens,
             template=Template(text=text, special_tokens=special, date=date) if text else None,
             options=options,
-            tokenizer_digest=_tokenizer_digest(model_path, tokenizer),
+            tokenizer_digest=tokenizer_digest(model_path, tokens),
             vocab_size=options.vocab_size or len(tokenizer),
             bos_id=tokenizer.bos_token_id,
             bos_token=tokenizer.bos_token,
-            control_tokens=control,
         )
 
     @property
@@ -102,6 +91,11 @@ class Renderer:
     def date(self) -> str:
         """What "today" is in every prompt."""
         return self.options.date
+
+    @property
+    def can_travel(self) -> bool:
+        """True when other processes can have a copy; a tokenizer that runs the model's own code cannot be sent."""
+        return isinstance(self.tokens, FastTokens)
 
     def sample(self, row: Row) -> list[TokenSample] | Skip:
         """Make the samples of one row; several when thinking makes it be cut."""
@@ -203,9 +197,7 @@ class Renderer:
     ) -> TokenSample:
         # A template writes BOS itself if its model wants one; text that brings none gets what the tokenizer adds.
         add = bos and not (self.bos_token and layout.text.startswith(self.bos_token))
-        encoding = self.backend.encode(layout.text, add_special_tokens=add)
-        input_ids = np.asarray(encoding.ids, dtype=np.int64)
-        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        input_ids, offsets = self.tokens.encode(layout.text, add_special_tokens=add)
         loss_mask, straddling = mask_tokens(offsets, turns)
         notes["tokens-straddling"] += straddling
         check_length(len(input_ids), self.options)
@@ -240,7 +232,7 @@ class Renderer:
 
     def _check_control(self, where: str, text: str) -> None:
         if self.options.control_tokens == "skip":
-            token = next((token for token in self.control_tokens if token in text), None)
+            token = next((token for token in self._control if token in text), None)
             if token is not None:
                 detail = f"{where} spells the control token {token!r}; --control-tokens allow keeps it"
                 raise RowRefused("control-token-in-content", detail)
@@ -302,39 +294,11 @@ def row_source(row: Row) -> str:
     return row.source
 
 
-def _load_tokenizer(model_path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-    except Exception as error:
-        # transformers raises OSError, ValueError, KeyError, ImportError and more for a folder that is no model.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(
-            f"no tokenizer can be loaded from {model_path}: {reason}", "pass the model's folder"
-        ) from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise InputError(
-            f"the tokenizer of {model_path} gives no character offsets (it is not a fast tokenizer)",
-            "convert it to tokenizer.json, or pass rows that have input_ids and loss_mask",
-        )
-    return tokenizer
-
-
 def _template_text(tokenizer: Any) -> str | None:
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default") or next(iter(template.values()), None)
     return template or None
-
-
-def _tokenizer_digest(model_path: str, tokenizer: Any) -> str:
-    files = [Path(model_path) / name for name in _TOKENIZER_FILES]
-    found = [file.read_bytes() for file in files if file.is_file()]
-    if not found:
-        # A name on the hub: the files lie in a cache whose layout is not ours, so digest what was loaded.
-        found = [tokenizer.backend_tokenizer.to_str().encode()]
-    return xxh3(*found)
 
 
 def _date(text: str) -> datetime:

@@ -80,7 +80,7 @@ def writing_samples(path: Path, settings: dict[str, Any]) -> Iterator[SamplesWri
         raise UsageError(f"{path} cannot be written: {error.strerror}", "choose another --out") from error
     try:
         with file:
-            with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
                 samples = SamplesWriter(writer)
                 yield samples
                 samples.flush()
@@ -92,6 +92,12 @@ def writing_samples(path: Path, settings: dict[str, Any]) -> Iterator[SamplesWri
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Give what made a samples file; empty for a Parquet file of another origin."""
-    metadata = pq.read_schema(path).metadata or {}
-    return dict(msgspec.json.decode(metadata[b"hsdump"])) if b"hsdump" in metadata else {}
+    """Give what made a samples file; empty for any other file."""
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != b"PAR1":
+                return {}
+        metadata = pq.read_schema(path).metadata or {}
+        return dict(msgspec.json.decode(metadata[b"hsdump"])) if b"hsdump" in metadata else {}
+    except (OSError, pa.ArrowException, msgspec.DecodeError):
+        return {}  # whatever is wrong with the file, reading its rows will say it

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.text import Text
 
+from hsdump.prompts.tokens import Tokens
 from hsdump.samples import TokenSample
 
 _LEARNED, _SPECIAL, _PLAIN = "bold green", "magenta", "dim"
 
 
-def show_sample(sample: TokenSample, backend: Any) -> Text:
+def show_sample(sample: TokenSample, tokens: Tokens) -> Text:
     """Colour one sample.
 
     Args:
         sample: tokens and mask.
-        backend: the `tokenizers.Tokenizer` that made the ids.
+        tokens: the tokenizer that made the ids.
     """
-    special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
+    special = tokens.special
     text = Text()
     learned = int(sample.loss_mask.sum())
     text.append(f"{sample.source}  {len(sample.input_ids)} tokens, {learned} learned\n", style="bold")
@@ -28,7 +27,7 @@ def show_sample(sample: TokenSample, backend: Any) -> Text:
         # Runs of one kind are decoded together: a character may be several byte tokens.
         if end < len(ids) and (mask[end], ids[end] in special) == (mask[start], ids[start] in special):
             continue
-        part = backend.decode(ids[start:end], skip_special_tokens=False)
+        part = tokens.decode(ids[start:end])
         style = _LEARNED if mask[start] else _PLAIN
         if ids[start] in special:
             style = f"{style} {_SPECIAL}" if mask[start] else _SPECIAL
