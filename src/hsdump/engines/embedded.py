@@ -77,6 +77,7 @@ class EmbeddedEngine:
         if dtype not in DTYPE_BYTES:
             raise ServerError(f"{self.model_path} computes in {dtype}", f"choose one of {', '.join(DTYPE_BYTES)}")
         shape = StateShape(layers=wanted, hidden_size=int(final.shape[-1]), dtype=dtype, final_state="post_norm")
+        context = getattr(config, "max_position_embeddings", None)
         self._model = model
         self._info = EngineInfo(
             engine="transformers",
@@ -87,9 +88,10 @@ class EmbeddedEngine:
             model_class=type(model).__name__,
             num_layers=num_layers,
             vocab_size=int(config.vocab_size),
-            context_length=int(getattr(config, "max_position_embeddings", None) or NO_LIMIT),
+            context_length=int(context or NO_LIMIT),
             shape=shape,
             device=str(model.device),
+            notes=() if context else ("the model's config names no context length: none is checked",),
         )
         return self._info
 
