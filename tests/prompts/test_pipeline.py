@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hsdump.errors import InputError
-from hsdump.prompts import PromptOptions, Skip, read_samples
+from hsdump.prompts import Notes, PromptOptions, Skip, read_samples
 from hsdump.samples import TokenSample
 
 from .helpers import LoadRenderer
@@ -23,9 +23,9 @@ SHARE = {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "
 
 
 def read(load: LoadRenderer, *paths: Path) -> tuple[list[TokenSample], list[Skip], Counter[str]]:
-    notes: Counter[str] = Counter()
+    notes = Notes()
     items = list(read_samples(paths, load(), PromptOptions(), notes))
-    return [i for i in items if isinstance(i, TokenSample)], [i for i in items if isinstance(i, Skip)], notes
+    return [i for i in items if isinstance(i, TokenSample)], [i for i in items if isinstance(i, Skip)], notes.counts
 
 
 def lines(*values: Any) -> str:

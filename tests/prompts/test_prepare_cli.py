@@ -75,6 +75,19 @@ def test_show_prints_the_sample(rows: Path, model: Path, tmp_path: Path) -> None
     assert "<|im_start|>assistant\nBlue.<|im_end|>" in text
 
 
+def test_the_page_shows_masks_lengths_and_reasons(rows: Path, model: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    rows.write_text(rows.read_text() + json.dumps({"id": "<b>", **GOOD, "extra": 1}) + "\n")
+    assert run(rows, "--model", model, "--out", tmp_path / "o.parquet", "--html", page)[0] == 0
+    text = page.read_text()
+    assert "<span class='learned'>Blue.</span><span class='learned special'>&lt;|im_end|&gt;</span>" in text
+    assert "<td>empty</td><td class='n'>1</td>" in text
+    assert "&lt;b&gt;: same tokens" in text
+    assert "16-31" in text
+    assert "<b>shape:messages</b>: a" in text
+    assert "<script" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

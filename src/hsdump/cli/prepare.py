@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, Group
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hsdump.cli.output import Result, emit
 from hsdump.errors import InputError, UsageError
 from hsdump.prompts import PromptOptions, Renderer, Skip, read_samples
 from hsdump.prompts.options import DEFAULT_DATE
+from hsdump.prompts.page import Page
 from hsdump.prompts.report import PrepareReport
 from hsdump.prompts.samples_file import writing_samples
 from hsdump.prompts.show import show_sample
@@ -43,7 +47,8 @@ def prepare(
     role: list[str] = typer.Option([], help="Another role name, as NAME=assistant. Repeatable."),
     trust_remote_code: bool = typer.Option(False, "--trust-remote-code", help="Run the model's own tokenizer code."),
     skip_bad_rows: bool = typer.Option(False, "--skip-bad-rows", help="Exit 0 although rows were damaged."),
-    show: int = typer.Option(0, min=0, help="Print this many samples, learned tokens coloured."),
+    show: int = typer.Option(0, min=0, max=20, help="Print this many samples, learned tokens coloured."),
+    html: Path | None = typer.Option(None, "--html", help="Write a page with masks over text, lengths and reasons."),
     workers: int | None = typer.Option(None, min=1, help="Processes; by default one for each core."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
 ) -> int:
@@ -72,22 +77,41 @@ def prepare(
         settings["tokenizer_digest"] = renderer.tokenizer_digest
         settings["template_digest"] = renderer.template_digest
     report = PrepareReport(settings=settings)
-    shown: list[RenderableType] = []
-    with writing_samples(out, settings) as file:
+    page = Page(tokens=renderer.tokens if renderer else None)
+    with writing_samples(out, settings) as file, _progress(report) as progress:
         for item in read_samples(inputs, renderer, options, report.notes, workers=workers or _cores()):
+            progress()
             report.add(item)
-            if isinstance(item, Skip):
-                continue
-            file.append(item)
-            if renderer is not None and len(shown) < show:
-                shown.append(show_sample(item, renderer.tokens))
+            if not isinstance(item, Skip):
+                file.append(item)
+                page.add(item)
         if not report.samples:
-            raise InputError(_nothing_left(report), "see the reasons above; --json prints them all")
-    report_path = out.with_name(out.name + ".report.json")
-    report_path.write_bytes(msgspec.json.format(msgspec.json.encode(report.data()), indent=2))
+            raise InputError(_nothing_left(report), "see the reasons above; rows are named by file and line")
+    data = report.data()
+    out.with_name(out.name + ".report.json").write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2))
+    if html is not None:
+        html.write_text(page.html(data, report.notes), encoding="utf-8")
+    shown = [show_sample(sample, page.tokens) for sample in page.samples[:show] if page.tokens is not None]
     code = ROWS_LOST if report.lost and not skip_bad_rows else 0
-    result = Result(data=report.data(), text=Group(*shown, report.text()), exit_code=code)
-    return emit(result, as_json=as_json)
+    return emit(Result(data=data, text=Group(*shown, report.text()), exit_code=code), as_json=as_json)
+
+
+@contextmanager
+def _progress(report: PrepareReport) -> Iterator[Callable[[], None]]:
+    """Show counts while rows go by, on a terminal only; standard output stays the report's."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading")
+
+        def step() -> None:
+            rows = report.notes.counts["rows"]
+            if rows % 100 == 0:
+                seconds = progress.tasks[0].elapsed or 1e-9
+                text = f"{rows:,} rows  {report.samples:,} samples  {report.tokens / seconds:,.0f} tokens/s"
+                progress.update(task, description=f"{text}  {sum(report.skips.values()):,} skipped")
+
+        yield step
 
 
 def _cores() -> int:
@@ -96,7 +120,7 @@ def _cores() -> int:
 
 def _nothing_left(report: PrepareReport) -> str:
     reasons = ", ".join(f"{reason} {count}" for reason, count in report.skips.most_common()) or "no rows"
-    lines = [f"0 samples from {report.notes['rows']} rows ({reasons})"]
+    lines = [f"0 samples from {report.notes.counts['rows']} rows ({reasons})"]
     lines += [f"  {examples[0]['source']}: {examples[0]['detail']}" for examples in report.examples.values()]
     return "\n".join(lines)
 

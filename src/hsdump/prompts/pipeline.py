@@ -7,6 +7,7 @@ import multiprocessing
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsdump.errors import InputError
@@ -24,11 +25,28 @@ _BATCH_ROWS = 64
 _BATCHES_AHEAD = 4
 
 
+@dataclass(kw_only=True, slots=True)
+class Notes:
+    """What happened to rows, counted, with one sample of each kind."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """`rows`, `shape:messages`, `mask:sentinel`, `thinking-lost`, `tokens-straddling` and so on."""
+
+    examples: dict[str, TokenSample] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        self.counts.update(outcome.notes)
+        if outcome.samples:
+            for name in outcome.notes:
+                if name != "rows" and name not in self.examples:
+                    self.examples[name] = outcome.samples[0]
+
+
 def read_samples(
     inputs: Sequence[Path],
     renderer: Renderer | None,
     options: PromptOptions,
-    notes: Counter[str] | None = None,
+    notes: Notes | None = None,
     *,
     workers: int = 1,
 ) -> Iterator[TokenSample | Skip]:
@@ -40,7 +58,7 @@ def read_samples(
         inputs: files in any format that `read_rows` knows; what `hsdump prepare` wrote is one of them.
         renderer: None when every row is tokenized already.
         options: the same that the renderer was loaded with.
-        notes: filled with counts for a report: `rows`, `shape:...`, `mask:...`.
+        notes: filled with what a report should say.
         workers: processes that render and tokenize. The order, and so the output, does not depend on it.
 
     Yields:
@@ -50,10 +68,10 @@ def read_samples(
         InputError: a file that cannot be read, or a row that needs a tokenizer when there is none.
     """
     seen: set[bytes] = set()
-    counts: Counter[str] = Counter() if notes is None else notes
+    notes = Notes() if notes is None else notes
     rows = (row for path in inputs for row in _rows(path, renderer))
     for outcome in _outcomes(rows, renderer, options, workers):
-        counts.update(outcome.notes)
+        notes.add(outcome)
         yield from outcome.skips
         for sample in outcome.samples:
             key = bytes.fromhex(sample.key)

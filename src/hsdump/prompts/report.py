@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hsdump.prompts.options import Skip
+from hsdump.prompts.pipeline import Notes
 from hsdump.samples import TokenSample
 
 _EXAMPLES = 5
@@ -31,7 +32,7 @@ class PrepareReport:
     """Skips that are damage, not policy."""
 
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
-    notes: Counter[str] = field(default_factory=Counter)
+    notes: Notes = field(default_factory=Notes)
 
     def add(self, item: TokenSample | Skip) -> None:
         if isinstance(item, Skip):
@@ -49,7 +50,7 @@ class PrepareReport:
     def data(self) -> dict[str, Any]:
         """Give the report for scripts and for SAMPLES.report.json."""
         return {
-            "rows": self.notes["rows"],
+            "rows": self.notes.counts["rows"],
             "samples": self.samples,
             "tokens": self.tokens,
             "loss_tokens": self.loss_tokens,
@@ -57,7 +58,8 @@ class PrepareReport:
             "skips": dict(sorted(self.skips.items())),
             "lost": self.lost,
             "examples": self.examples,
-            "notes": {name: count for name, count in sorted(self.notes.items()) if name != "rows"},
+            "notes": {name: count for name, count in sorted(self.notes.counts.items()) if name != "rows"},
+            "first_of": {name: _printable(sample.source) for name, sample in sorted(self.notes.examples.items())},
             "settings": self.settings,
         }
 
@@ -66,13 +68,13 @@ class PrepareReport:
         table = Table("", "", box=None, show_header=False, pad_edge=False)
         share = f"  ({self.loss_tokens / self.tokens:.0%} of tokens)" if self.tokens else ""
         for name, value in (
-            ("rows read", f"{self.notes['rows']:,}"),
+            ("rows read", f"{self.notes.counts['rows']:,}"),
             ("samples", f"{self.samples:,}"),
             ("tokens", f"{self.tokens:,}  (longest sample {self.longest:,})"),
             ("loss tokens", f"{self.loss_tokens:,}{share}"),
         ):
             table.add_row(name, value)
-        for name, count in sorted(self.notes.items()):
+        for name, count in sorted(self.notes.counts.items()):
             if name != "rows":
                 table.add_row(Text(f"  {name}", style="dim"), Text(f"{count:,}", style="dim"))
         parts: list[RenderableType] = [table]

@@ -1,6 +1,8 @@
-"""A sample as a person can check it: loss tokens coloured, special tokens visible, token borders kept."""
+"""A sample as a person can check it: loss tokens coloured, special tokens visible."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from rich.text import Text
 
@@ -10,28 +12,40 @@ from hsdump.samples import TokenSample
 _LEARNED, _SPECIAL, _PLAIN = "bold green", "magenta", "dim"
 
 
-def show_sample(sample: TokenSample, tokens: Tokens) -> Text:
-    """Colour one sample.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Consecutive tokens of one kind, as text."""
 
-    Args:
-        sample: tokens and mask.
-        tokens: the tokenizer that made the ids.
+    text: str
+    learned: bool
+    special: bool
+
+
+def runs_of(sample: TokenSample, tokens: Tokens) -> list[Run]:
+    """Cut a sample where its mask, or its being a control token, changes.
+
+    A run is decoded together, because a character may be several byte tokens.
     """
-    special = tokens.special
-    text = Text()
-    learned = int(sample.loss_mask.sum())
-    text.append(f"{sample.source}  {len(sample.input_ids)} tokens, {learned} learned\n", style="bold")
-    start = 0
     ids, mask = sample.input_ids.tolist(), sample.loss_mask.tolist()
+    kinds = [(bool(learn), number in tokens.special) for number, learn in zip(ids, mask, strict=True)]
+    runs, start = [], 0
     for end in range(1, len(ids) + 1):
-        # Runs of one kind are decoded together: a character may be several byte tokens.
-        if end < len(ids) and (mask[end], ids[end] in special) == (mask[start], ids[start] in special):
+        if end < len(ids) and kinds[end] == kinds[start]:
             continue
-        part = tokens.decode(ids[start:end])
-        style = _LEARNED if mask[start] else _PLAIN
-        if ids[start] in special:
-            style = f"{style} {_SPECIAL}" if mask[start] else _SPECIAL
-        text.append(part, style=style)
+        learned, special = kinds[start]
+        runs.append(Run(text=tokens.decode(ids[start:end]), learned=learned, special=special))
         start = end
-    text.append("\n")
-    return text
+    return runs
+
+
+def show_sample(sample: TokenSample, tokens: Tokens) -> Text:
+    """Colour one sample for the terminal."""
+    learned = int(sample.loss_mask.sum())
+    text = Text()
+    text.append(f"{sample.source}  {len(sample.input_ids)} tokens, {learned} learned\n", style="bold")
+    for run in runs_of(sample, tokens):
+        style = _LEARNED if run.learned else _PLAIN
+        if run.special:
+            style = f"{_LEARNED} {_SPECIAL}" if run.learned else _SPECIAL
+        text.append(run.text, style=style)
+    return text.append("\n")
