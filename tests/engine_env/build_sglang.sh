@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Build an environment in which the real SGLang serves tiny models on a machine without a GPU.
+#
+# usage: build_sglang.sh VENV     (PYTHON: the interpreter to build it from, python3 by default)
+#
+# Only SGLang's compiled kernel package is replaced, by the stand-in beside this file. About 7 GB on x86-64, where
+# torch's wheels for torchvision are CUDA builds; a CPU build would not match torchvision.
+set -euo pipefail
+
+venv=${1:?usage: build_sglang.sh VENV}
+here=$(cd "$(dirname "$0")" && pwd)
+sglang_version=0.5.23
+
+# From nothing each time: a package that left the requirements must not stay behind.
+rm -rf "$venv"
+"${PYTHON:-python3}" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+pip install -q pip==26.3
+pip install -q torch==2.14.1 torchvision==0.29.1
+pip install -q --no-deps "sglang==$sglang_version"
+pip install -q -r "$here/requirements.txt"
+
+packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+cp -r "$here/sgl_kernel" "$packages/"
+# Without bytecode each server process compiles thousands of files when it starts: 7 s a start on two cores.
+"$venv/bin/python" -m compileall -q -j 0 "$packages" >/dev/null || true # templates among the packages do not compile
+
+SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -c 'import sglang; print("SGLang", sglang.__version__, "imports here")'
