@@ -1,0 +1,215 @@
+"""`python -m hsdump.demo.run --out demo-out`: the whole job in small, without a server, a GPU or a download.
+
+It calls the same commands that a user types, one process each, and says each one before it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.filesize import decimal
+
+from hsdump._version import __version__
+from hsdump.arrays import to_float32
+from hsdump.errors import HsdumpError, UsageError
+from hsdump.store import Store, StoredSample
+
+ARCHITECTURE = "llama"
+PROMPTS = Path(__file__).with_name("prompts.jsonl")
+MARKER = "made-by-hsdump-demo.txt"
+VERDICTS = {0: "clean", 1: "suspicious", 2: "corrupt"}
+"""What the exit codes of `hsdump verify` mean."""
+
+QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+"""For the commands: no progress bar of other libraries, and a proof that nothing is downloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Everything that the demo writes, and nothing else is removed by the next one."""
+
+    out: Path
+
+    @property
+    def model(self) -> Path:
+        return self.out / "model"
+
+    @property
+    def samples(self) -> Path:
+        return self.out / "samples.parquet"
+
+    @property
+    def store(self) -> Path:
+        return self.out / "store"
+
+    @property
+    def summary(self) -> Path:
+        return self.out / "summary.json"
+
+    def start_afresh(self) -> None:
+        """Remove what an earlier demo wrote here, and only that.
+
+        Raises:
+            UsageError: the folder holds files of somebody else.
+        """
+        marker = self.out / MARKER
+        if self.out.exists() and not self.out.is_dir():
+            raise UsageError(f"{self.out} is a file", "name a folder with --out")
+        if self.out.is_dir() and any(self.out.iterdir()) and not marker.exists():
+            raise UsageError(
+                f"{self.out} holds files that the demo did not write", "name a new or an empty folder with --out"
+            )
+        shutil.rmtree(self.model, ignore_errors=True)
+        shutil.rmtree(self.store, ignore_errors=True)
+        for path in (self.samples, self.samples.with_name(self.samples.name + ".report.json"), self.summary):
+            path.unlink(missing_ok=True)
+        self.out.mkdir(parents=True, exist_ok=True)
+        marker.write_text("The next demo removes and writes again: model, samples.parquet, store, summary.json\n")
+
+
+@dataclass(kw_only=True, slots=True)
+class Demo:
+    """One run of the demo."""
+
+    places: Places
+    console: Console
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> int:
+        """Go through all steps.
+
+        Returns:
+            0, or the exit code of the command that failed (of `hsdump verify` unless the store is clean).
+        """
+        places = self.places
+        places.start_afresh()
+        self._make_model()
+        code = self._hsdump("prepare", PROMPTS, "--model", places.model, "--out", places.samples)
+        if code:
+            return code
+        engine = ("--engine", "transformers", "--model", places.model)
+        code = self._hsdump("extract", places.samples, *engine, "--out", places.store)
+        if code:
+            return code
+        code = self._hsdump("verify", places.store)
+        if code not in VERDICTS:
+            return code
+        with Store(places.store) as store:
+            summary = self._summary(store, VERDICTS[code])
+            places.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+            self.console.print(_explained(store, summary, places), soft_wrap=True, markup=False, highlight=False)
+        return code
+
+    def _make_model(self) -> None:
+        from hsdump.demo.tiny_model import make_tiny_model
+
+        self._say(f"making a tiny {ARCHITECTURE} model with random weights in {self.places.model}")
+        started_s = time.monotonic()
+        make_tiny_model(self.places.model, ARCHITECTURE)
+        self.seconds["model"] = round(time.monotonic() - started_s, 2)
+
+    def _hsdump(self, verb: str, *arguments: str | Path) -> int:
+        """Run one command as a user would, its output going straight to the terminal."""
+        words = [verb, *map(str, arguments)]
+        self._say(f"$ hsdump {shlex.join(words)}")
+        started_s = time.monotonic()
+        command = [sys.executable, "-m", "hsdump.cli.main", *words]
+        code = subprocess.run(command, env={**os.environ, **QUIET}, check=False).returncode
+        self.seconds[verb] = round(time.monotonic() - started_s, 2)
+        return code
+
+    def _say(self, text: str) -> None:
+        self.console.print(f"\n{text}", style="bold", soft_wrap=True, markup=False, highlight=False)
+        self.console.file.flush()
+
+    def _summary(self, store: Store, verdict: str) -> dict[str, Any]:
+        shape = store.manifest.shape
+        samples, tokens, loss_tokens = store.totals()
+        return {
+            "samples": samples,
+            "tokens": tokens,
+            "loss_tokens": loss_tokens,
+            "bytes": tokens * shape.bytes_per_token,
+            "bytes_per_token": shape.bytes_per_token,
+            "bytes_on_disk": sum(path.stat().st_size for path in store.path.rglob("*") if path.is_file()),
+            "layers": list(shape.layers),
+            "hidden_size": shape.hidden_size,
+            "dtype": shape.dtype,
+            "final_state": shape.final_state,
+            "verdict": verdict,
+            "seconds": {**self.seconds, "total": round(sum(self.seconds.values()), 2)},
+            "store": str(store.path),
+            "hsdump_version": __version__,
+        }
+
+
+def _explained(store: Store, summary: dict[str, Any], places: Places) -> str:
+    """Say to a newcomer what happened, where it lies, and what comes next."""
+    shape = store.manifest.shape
+    sample = store[0]
+    layers = ", ".join(map(str, shape.layers))
+    states = "\n".join(_state_line(store, sample, name) for name in shape.names)
+    seconds = summary["seconds"]
+    return f"""
+What happened ({seconds["total"]:.0f} s)
+  {summary["samples"]} conversations became token ids and loss masks (1 = text of the assistant, which a drafter learns to
+  predict). A tiny model read all {summary["tokens"]:,} tokens, {summary["loss_tokens"]:,} of them to learn from, and four
+  vectors were kept for every token: the outputs of layers {layers} counted from 1, and the final state, which the
+  model's lm_head reads. That is what an EAGLE-3 drafter is trained on.
+  `hsdump verify` read all of it back and finds it {summary["verdict"]}.
+
+Where it lies
+  {places.store}  {decimal(summary["bytes_on_disk"])}, {summary["bytes_per_token"]:,} bytes of states a token
+  {places.summary}  the numbers of this run, for scripts
+
+One sample: {sample.source}
+  input_ids   int64     [{sample.num_tokens}]
+  loss_mask   uint8     [{sample.num_tokens}], {int(sample.loss_mask.sum())} ones
+{states}
+
+Look further
+  hsdump prepare {PROMPTS} --model {places.model} --out {places.samples} --show 2
+  hsdump verify {places.store} --json
+  python -c "from hsdump.store import Store; print(Store('{places.store}')[0].states['final'])"
+
+With a real server (SGLang 0.5.11 or later, hsdump installed beside it)
+  hsdump serve -- --model-path MODEL --port 30000        your own SGLang arguments after --
+  hsdump extract chats.jsonl --server http://127.0.0.1:30000 --out STORE
+  hsdump verify STORE
+"""
+
+
+def _state_line(store: Store, sample: StoredSample, name: str) -> str:
+    shape, state = store.manifest.shape, sample.states[name]
+    norms_S = np.linalg.norm(to_float32(state, shape.dtype), axis=1)
+    size = f"[{state.shape[0]}, {state.shape[1]}]"
+    return f"  {name:<11} {shape.dtype:<9} {size}, length of a token's vector {norms_S.mean():.1f} on average"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo and give its exit code; a user's mistake never shows a stack trace."""
+    parser = argparse.ArgumentParser(prog="python -m hsdump.demo.run", description="The whole job in small.")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder; an earlier demo in it is made anew")
+    places = Places(parser.parse_args(argv).out)
+    console = Console()
+    try:
+        return Demo(places=places, console=console).run()
+    except HsdumpError as error:
+        sys.stderr.write(f"hsdump demo: {error}\n")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
