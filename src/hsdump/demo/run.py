@@ -24,7 +24,7 @@ from rich.filesize import decimal
 from hsdump._version import __version__
 from hsdump.arrays import to_float32
 from hsdump.errors import HsdumpError, UsageError
-from hsdump.store import Store, StoredSample
+from hsdump.store import Store
 
 ARCHITECTURE = "llama"
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -123,7 +123,7 @@ class Demo:
     def _hsdump(self, verb: str, *arguments: str | Path) -> int:
         """Run one command as a user would, its output going straight to the terminal."""
         words = [verb, *map(str, arguments)]
-        self._say(f"$ hsdump {shlex.join(words)}")
+        self._say(f"$ {_as_typed('hsdump')} {shlex.join(words)}")
         started_s = time.monotonic()
         command = [sys.executable, "-m", "hsdump.cli.main", *words]
         code = subprocess.run(command, env={**os.environ, **QUIET}, check=False).returncode
@@ -157,45 +157,62 @@ class Demo:
 
 def _explained(store: Store, summary: dict[str, Any], places: Places) -> str:
     """Say to a newcomer what happened, where it lies, and what comes next."""
-    shape = store.manifest.shape
-    sample = store[0]
-    layers = ", ".join(map(str, shape.layers))
-    states = "\n".join(_state_line(store, sample, name) for name in shape.names)
-    seconds = summary["seconds"]
+    return "\n".join([_what_happened(summary, places), _one_sample(store), _what_next(places)])
+
+
+def _what_happened(summary: dict[str, Any], places: Places) -> str:
+    layers = ", ".join(map(str, summary["layers"]))
     return f"""
-What happened ({seconds["total"]:.0f} s)
-  {summary["samples"]} conversations became token ids and loss masks (1 = text of the assistant, which a drafter learns to
-  predict). A tiny model read all {summary["tokens"]:,} tokens, {summary["loss_tokens"]:,} of them to learn from, and four
-  vectors were kept for every token: the outputs of layers {layers} counted from 1, and the final state, which the
-  model's lm_head reads. That is what an EAGLE-3 drafter is trained on.
+What happened, in {summary["seconds"]["total"]:.0f} s
+  {summary["samples"]} conversations became token ids and loss masks (1 = text of the assistant: a drafter learns it).
+  A tiny model read all {summary["tokens"]:,} tokens, {summary["loss_tokens"]:,} of them to learn from.
+  For every token {len(summary["layers"]) + 1} vectors of {summary["hidden_size"]} numbers were kept: what comes out of decoder layers {layers} (counted from 1),
+  and the final state, which the model's lm_head reads. An EAGLE-3 drafter is trained on these.
   `hsdump verify` read all of it back and finds it {summary["verdict"]}.
 
 Where it lies
   {places.store}  {decimal(summary["bytes_on_disk"])}, {summary["bytes_per_token"]:,} bytes of states a token
   {places.summary}  the numbers of this run, for scripts
+"""
 
-One sample: {sample.source}
-  input_ids   int64     [{sample.num_tokens}]
-  loss_mask   uint8     [{sample.num_tokens}], {int(sample.loss_mask.sum())} ones
-{states}
 
+def _one_sample(store: Store) -> str:
+    shape, sample = store.manifest.shape, store[0]
+    lines = [
+        f"One sample of it, made from {sample.source}",
+        f"  input_ids  int64     [{sample.num_tokens}]",
+        f"  loss_mask  uint8     [{sample.num_tokens}]       {int(sample.loss_mask.sum())} of them 1",
+    ]
+    for name, state in sample.states.items():
+        norms_S = np.linalg.norm(to_float32(state, shape.dtype), axis=1)
+        size = f"[{state.shape[0]}, {state.shape[1]}]"
+        lines.append(
+            f"  {name:<10} {shape.dtype:<9} {size:<11} a token's vector is {norms_S.mean():.1f} long on average"
+        )
+    return "\n".join(lines)
+
+
+def _what_next(places: Places) -> str:
+    hsdump = _as_typed("hsdump")
+    return f"""
 Look further
-  hsdump prepare {PROMPTS} --model {places.model} --out {places.samples} --show 2
-  hsdump verify {places.store} --json
-  python -c "from hsdump.store import Store; print(Store('{places.store}')[0].states['final'])"
+  {hsdump} prepare {PROMPTS} --model {places.model} --out {places.samples} --show 2
+  {hsdump} verify {places.store} --json
+  README.md, "Reading the store", says how to get at the arrays from Python
 
 With a real server (SGLang 0.5.11 or later, hsdump installed beside it)
-  hsdump serve -- --model-path MODEL --port 30000        your own SGLang arguments after --
+  hsdump serve -- --model-path MODEL --port 30000          your own SGLang arguments after the --
   hsdump extract chats.jsonl --server http://127.0.0.1:30000 --out STORE
   hsdump verify STORE
 """
 
 
-def _state_line(store: Store, sample: StoredSample, name: str) -> str:
-    shape, state = store.manifest.shape, sample.states[name]
-    norms_S = np.linalg.norm(to_float32(state, shape.dtype), axis=1)
-    size = f"[{state.shape[0]}, {state.shape[1]}]"
-    return f"  {name:<11} {shape.dtype:<9} {size}, length of a token's vector {norms_S.mean():.1f} on average"
+def _as_typed(script: str) -> str:
+    """Give a script of this environment as the reader can type it, in or outside of the activated environment."""
+    beside = Path(sys.executable).with_name(script)
+    if not beside.exists() or shutil.which(script) == str(beside):
+        return script
+    return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
 def main(argv: list[str] | None = None) -> int:
