@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from hsdump.arrays import to_float32
 from hsdump.errors import HsdumpError, UsageError
 from hsdump.store import Store
 
-ARCHITECTURE = "llama"
+ARCHITECTURE: Final = "llama"
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 MARKER = "made-by-hsdump-demo.txt"
 VERDICTS = {0: "clean", 1: "suspicious", 2: "corrupt"}
@@ -166,8 +166,9 @@ def _what_happened(summary: dict[str, Any], places: Places) -> str:
 What happened, in {summary["seconds"]["total"]:.0f} s
   {summary["samples"]} conversations became token ids and loss masks (1 = text of the assistant: a drafter learns it).
   A tiny model read all {summary["tokens"]:,} tokens, {summary["loss_tokens"]:,} of them to learn from.
-  For every token {len(summary["layers"]) + 1} vectors of {summary["hidden_size"]} numbers were kept: what comes out of decoder layers {layers} (counted from 1),
-  and the final state, which the model's lm_head reads. An EAGLE-3 drafter is trained on these.
+  For every token {len(summary["layers"]) + 1} vectors of {summary["hidden_size"]} numbers were kept: what comes out of
+  decoder layers {layers} (counted from 1), and the final state, which the model's lm_head reads.
+  An EAGLE-3 drafter is trained on these.
   `hsdump verify` read all of it back and finds it {summary["verdict"]}.
 
 Where it lies
