@@ -1,8 +1,8 @@
-"""The data set on disk. Knows no engine, no HTTP and no torch; docs/format.md is its specification."""
+"""The data set on disk. docs/format.md is the specification of its bytes."""
 
-from hsdump.store.index import Failure, SkipRow
+from hsdump.store.index import Failure
 from hsdump.store.manifest import Manifest
 from hsdump.store.reader import Store, StoredSample
 from hsdump.store.writer import StoreWriter, WriterOptions
 
-__all__ = ["Failure", "Manifest", "SkipRow", "Store", "StoreWriter", "StoredSample", "WriterOptions"]
+__all__ = ["Failure", "Manifest", "Store", "StoreWriter", "StoredSample", "WriterOptions"]

@@ -1,237 +1,318 @@
-"""`index.sqlite`: one row a sample, whatever became of it. Rebuilt from the shards when it is lost."""
+"""`index.sqlite`: which samples are committed and where, which failed and why. Everything but failures, skips and
+events can be made again from the shards.
+"""
 
 from __future__ import annotations
 
-import os
 import sqlite3
+import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from hsdump.errors import StoreCorrupt, StoreError
-from hsdump.samples import TokenSample
-from hsdump.store.format import SampleRecord, TensorRecord
+from hsdump.store.format import SampleRecord, ShardHeader, TensorEntry
+from hsdump.store.fs import Fs
+from hsdump.store.manifest import FORMAT_VERSION
 
-FILE_NAME = "index.sqlite"
-
-_SCHEMA = """
+SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS shards (
-  name TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL, header_xxh3 TEXT NOT NULL);
+    number INTEGER PRIMARY KEY, num_bytes INTEGER NOT NULL, header_bytes INTEGER NOT NULL, checksum TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS samples (
-  key TEXT PRIMARY KEY, source TEXT NOT NULL, status TEXT NOT NULL CHECK (status IN ('committed', 'failed')),
-  shard TEXT, num_tokens INTEGER NOT NULL, loss_tokens INTEGER NOT NULL, attempts INTEGER NOT NULL,
-  tensors BLOB, reason TEXT, detail TEXT, at TEXT NOT NULL);
+    position INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, source TEXT NOT NULL, num_tokens INTEGER NOT NULL,
+    num_learned INTEGER NOT NULL, attempts INTEGER NOT NULL, shard INTEGER NOT NULL REFERENCES shards (number),
+    tensors BLOB NOT NULL, errors BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS samples_by_shard ON samples (shard);
+CREATE TABLE IF NOT EXISTS failures (
+    key TEXT PRIMARY KEY, source TEXT NOT NULL, num_tokens INTEGER NOT NULL, reason TEXT NOT NULL,
+    detail TEXT NOT NULL, attempts INTEGER NOT NULL, at TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS skips (
-  source TEXT NOT NULL, reason TEXT NOT NULL, detail TEXT NOT NULL, at TEXT NOT NULL, PRIMARY KEY (source, reason));
-CREATE TABLE IF NOT EXISTS events (at TEXT NOT NULL, what TEXT NOT NULL);
+    source TEXT NOT NULL, reason TEXT NOT NULL, detail TEXT NOT NULL, PRIMARY KEY (source, reason, detail));
+CREATE TABLE IF NOT EXISTS events (at TEXT NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL, detail TEXT NOT NULL);
 """
 
+SAMPLE_COLUMNS = "position, key, source, num_tokens, num_learned, attempts, shard, tensors, errors"
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A sample that has no states, and why."""
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a sample has no states."""
 
     key: str
     source: str
+    num_tokens: int
     reason: str
     detail: str
     attempts: int
-    num_tokens: int
+    at: str
+    """UTC, ISO 8601."""
 
 
-@dataclass(frozen=True, slots=True)
-class SkipRow:
-    """An input row that never became a sample, and why."""
+class SkippedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An input row that never became a sample."""
 
     source: str
     reason: str
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRow:
-    """A shard as it was when it was committed."""
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a recovery or repair did."""
 
-    name: str
+    kind: str
+    """`partial-removed`, `shard-indexed`, `shard-quarantined`, `sample-lost`, `index-rebuilt`, `manifest-rebuilt`."""
+
+    subject: str
+    detail: str
+    at: str = ""
+
+
+class IndexedShard(msgspec.Struct, frozen=True, kw_only=True):
+    number: int
     num_bytes: int
-    header_xxh3: str
+    header_bytes: int
+    checksum: str
+    """Of the header, which guards the rest."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """A committed sample."""
+class IndexedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed sample and its place."""
 
-    shard: str
+    position: int
+    shard: int
     record: SampleRecord
 
 
-class Index:
-    """One connection to the index. A writer's commits are durable when they return; readers never block it."""
+def utc_now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
-    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
-        """Raises:
-        StoreCorrupt: the file is no index.
+
+class Index:
+    """One connection. Writers own it alone; a reader's may be shared by threads."""
+
+    def __init__(self, connection: sqlite3.Connection, fs: Fs | None = None) -> None:
+        self._db, self._fs = connection, fs or Fs()
+        self._lock = threading.RLock()
+
+    @classmethod
+    def create_or_open(cls, path: Path, fs: Fs) -> Index:
+        """Open for writing.
+
+        Raises:
+            StoreCorrupt: the file is no database, or a damaged one.
+            StoreError: it cannot be opened.
         """
-        self.path = folder / FILE_NAME
-        try:
-            if read_only:
-                self._db = _connect_read_only(self.path)
-            else:
-                self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None)
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=FULL")
-                self._db.executescript(_SCHEMA)
-            self._db.execute("SELECT count(*) FROM samples").fetchone()
-        except sqlite3.DatabaseError as error:
-            raise StoreCorrupt(
-                f"{self.path} cannot be read ({error})",
-                "open the store for writing once (hsdump extract or scrub): the index is rebuilt from the shards",
-            ) from error
+        is_new = not path.exists()
+        fs.index_step("open")
+        with _translated(path):
+            db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=60)
+            try:
+                db.execute("PRAGMA journal_mode=WAL")
+                db.execute("PRAGMA synchronous=FULL")
+                if not is_new and db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+                    raise StoreCorrupt(f"{path} is a damaged database", "it is made again from the shards")
+                db.executescript(f"BEGIN IMMEDIATE;{SCHEMA}COMMIT;")
+            except BaseException:
+                db.close()
+                raise
+        if is_new:
+            fs.sync_folder(path.parent)
+        return cls(db, fs)
+
+    @classmethod
+    def open_to_read(cls, path: Path) -> Index | None:
+        """Open beside a possible writer, on a read-only medium too; None where there is no index (yet).
+
+        Raises:
+            StoreCorrupt, StoreError: as `create_or_open`.
+        """
+        if not path.exists():
+            return None
+        with _translated(path):
+            try:
+                return cls(_connect_read_only(path, "mode=ro"))
+            except sqlite3.OperationalError as error:
+                if "no such table" in str(error):
+                    return None  # its writer is about to make them
+                # Write-ahead logging needs a shared-memory file beside the database. Where that cannot be made and no
+                # log is left, nothing is pending and the database alone is the truth.
+                if path.with_name(path.name + "-wal").exists():
+                    raise
+                return cls(_connect_read_only(path, "mode=ro&immutable=1"))
+
+    @classmethod
+    def in_memory(cls) -> Index:
+        """Make an empty index that is never written to disk."""
+        db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        db.executescript(SCHEMA)
+        return cls(db)
 
     def close(self) -> None:
-        self._db.close()
+        with self._lock:
+            self._db.close()
 
-    def meta(self, name: str) -> str | None:
-        row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
-        return row[0] if row else None
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make all that is done inside durable together, or none of it."""
+        with self._lock, _translated(None):
+            self._fs.index_step("begin")
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._fs.index_step("commit")
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+            self._fs.index_step("committed")
+
+    # Reading
+
+    def get_meta(self, name: str) -> str | None:
+        rows = self._rows("SELECT value FROM meta WHERE name = ?", name)
+        return rows[0][0] if rows else None
+
+    def keys(self) -> list[str]:
+        """List the keys of committed samples, in order of their commit."""
+        return [row[0] for row in self._rows("SELECT key FROM samples ORDER BY position")]
+
+    def positions(self) -> list[int]:
+        return [row[0] for row in self._rows("SELECT position FROM samples ORDER BY position")]
+
+    def sample(self, key: str) -> IndexedSample | None:
+        rows = self._rows(f"SELECT {SAMPLE_COLUMNS} FROM samples WHERE key = ?", key)  # noqa: S608 - a constant
+        return _sample(rows[0]) if rows else None
+
+    def sample_at(self, position: int) -> IndexedSample | None:
+        rows = self._rows(f"SELECT {SAMPLE_COLUMNS} FROM samples WHERE position = ?", position)  # noqa: S608 - a constant
+        return _sample(rows[0]) if rows else None
+
+    def samples(self, shard: int) -> list[IndexedSample]:
+        """List a shard's samples."""
+        query = f"SELECT {SAMPLE_COLUMNS} FROM samples WHERE shard = ? ORDER BY position"  # noqa: S608 - a constant
+        return [_sample(row) for row in self._rows(query, shard)]
+
+    def shards(self) -> list[IndexedShard]:
+        names = ("number", "num_bytes", "header_bytes", "checksum")
+        rows = self._rows("SELECT number, num_bytes, header_bytes, checksum FROM shards ORDER BY number")
+        return [IndexedShard(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def totals(self) -> tuple[int, int, int]:
+        """Count samples, tokens, learned tokens."""
+        query = "SELECT COUNT(*), COALESCE(SUM(num_tokens), 0), COALESCE(SUM(num_learned), 0) FROM samples"
+        samples, tokens, learned = self._rows(query)[0]
+        return samples, tokens, learned
+
+    def failures(self) -> dict[str, Failure]:
+        names = ("key", "source", "num_tokens", "reason", "detail", "attempts", "at")
+        rows = self._rows("SELECT key, source, num_tokens, reason, detail, attempts, at FROM failures ORDER BY at, key")
+        return {row[0]: Failure(**dict(zip(names, row, strict=True))) for row in rows}
+
+    def skips(self) -> Counter[str]:
+        return Counter(dict(self._rows("SELECT reason, COUNT(*) FROM skips GROUP BY reason")))
+
+    def skipped_rows(self) -> list[SkippedRow]:
+        rows = self._rows("SELECT source, reason, detail FROM skips ORDER BY source")
+        return [SkippedRow(source=source, reason=reason, detail=detail) for source, reason, detail in rows]
+
+    def events(self) -> list[Event]:
+        rows = self._rows("SELECT at, kind, subject, detail FROM events ORDER BY rowid")
+        return [Event(at=at, kind=kind, subject=subject, detail=detail) for at, kind, subject, detail in rows]
+
+    # Writing: inside `transaction`
 
     def set_meta(self, name: str, value: str) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
-    def commit_shard(self, shard: ShardRow, samples: Iterable[SampleRecord]) -> None:
-        """Make a shard's samples visible, all or none."""
-        now = _now()
-        rows = [
-            (s.key, s.source, shard.name, s.num_tokens, s.loss_tokens, s.attempts, msgspec.json.encode(s.tensors), now)
-            for s in samples
-        ]
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute(
-                "INSERT OR REPLACE INTO shards VALUES (?, ?, ?)", (shard.name, shard.num_bytes, shard.header_xxh3)
+    def set_up(self, manifest_digest: str) -> None:
+        """Tie the index to its manifest."""
+        self.set_meta("format_version", str(FORMAT_VERSION))
+        self.set_meta("manifest_digest", manifest_digest)
+
+    def add_shard(self, header: ShardHeader, header_bytes: int) -> list[str]:
+        """Enter a shard and its samples.
+
+        Returns:
+            Keys that were committed already, elsewhere: those stay as they are.
+        """
+        row = (header.number, header.file_bytes, header_bytes, header.checksum)
+        self._db.execute("INSERT INTO shards VALUES (?, ?, ?, ?)", row)
+        known = []
+        for record in header.samples:
+            row_ids = (record.key, record.source, record.num_tokens, record.num_learned, record.attempts, header.number)
+            blobs = (msgspec.json.encode(record.tensors), msgspec.json.encode(record.errors))
+            cursor = self._db.execute(
+                "INSERT OR IGNORE INTO samples (key, source, num_tokens, num_learned, attempts, shard, tensors, errors)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                row_ids + blobs,
             )
-            self._db.executemany(
-                "INSERT OR REPLACE INTO samples VALUES (?, ?, 'committed', ?, ?, ?, ?, ?, NULL, NULL, ?)", rows
-            )
-            self._db.execute("COMMIT")
-        except BaseException as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            if isinstance(error, sqlite3.OperationalError):
-                raise OSError(f"{self.path}: {error}") from error
-            raise
+            if cursor.rowcount == 0:
+                known.append(record.key)
+            self._db.execute("DELETE FROM failures WHERE key = ?", (record.key,))
+        return known
 
-    def record_failure(self, sample: TokenSample, reason: str, detail: str, attempts: int) -> None:
-        """Note a failure; a committed sample is never overwritten by one."""
-        self._db.execute(
-            "INSERT INTO samples VALUES (?, ?, 'failed', NULL, ?, ?, ?, NULL, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET "
-            "reason = excluded.reason, detail = excluded.detail, attempts = excluded.attempts, at = excluded.at "
-            "WHERE status = 'failed'",
-            (
-                sample.key,
-                sample.source,
-                len(sample.input_ids),
-                int(sample.loss_mask.sum()),
-                attempts,
-                reason,
-                detail,
-                _now(),
-            ),
-        )
+    def remove_shard(self, number: int) -> None:
+        """Forget a shard and its samples."""
+        self._db.execute("DELETE FROM samples WHERE shard = ?", (number,))
+        self._db.execute("DELETE FROM shards WHERE number = ?", (number,))
 
-    def record_skip(self, source: str, reason: str, detail: str) -> None:
-        self._db.execute("INSERT OR IGNORE INTO skips VALUES (?, ?, ?, ?)", (source, reason, detail, _now()))
+    def add_failure(self, failure: Failure) -> None:
+        values = msgspec.structs.astuple(failure)
+        self._db.execute("INSERT OR REPLACE INTO failures VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
-    def record_event(self, what: str) -> None:
-        """Keep what recovery did: nothing is set right in silence."""
-        self._db.execute("INSERT INTO events VALUES (?, ?)", (_now(), what))
+    def add_skips(self, rows: Iterable[SkippedRow]) -> None:
+        values = [(row.source, row.reason, row.detail) for row in rows]
+        self._db.executemany("INSERT OR IGNORE INTO skips VALUES (?, ?, ?)", values)
 
-    def forget_shard(self, name: str) -> int:
-        """Make a lost shard's samples missing again; give their number."""
-        lost = self._db.execute("DELETE FROM samples WHERE shard = ?", (name,)).rowcount
-        self._db.execute("DELETE FROM shards WHERE name = ?", (name,))
-        return lost
+    def add_event(self, event: Event) -> None:
+        values = (event.at or utc_now(), event.kind, event.subject, event.detail)
+        self._db.execute("INSERT INTO events VALUES (?, ?, ?, ?)", values)
 
-    def shards(self) -> dict[str, ShardRow]:
-        return {row[0]: ShardRow(*row) for row in self._db.execute("SELECT * FROM shards ORDER BY name")}
-
-    def committed_keys(self) -> list[str]:
-        query = "SELECT key FROM samples WHERE status = 'committed' ORDER BY shard, rowid"
-        return [row[0] for row in self._db.execute(query)]
-
-    def num_committed(self) -> int:
-        return int(self._db.execute("SELECT count(*) FROM samples WHERE status = 'committed'").fetchone()[0])
-
-    def sample(self, key: str) -> SampleRow | None:
-        """Look one committed sample up."""
-        row = self._db.execute(f"{_SELECT} WHERE key = ? AND status = 'committed'", (key,)).fetchone()
-        return _sample_row(row) if row else None
-
-    def samples(self) -> Iterator[SampleRow]:
-        """Go through all committed samples in the order of their bytes, without holding them in memory."""
-        last_shard, last_row = "", 0
-        while True:
-            rows = self._db.execute(_NEXT_SAMPLES, (last_shard, last_row)).fetchall()
-            if not rows:
-                return
-            for row in rows:
-                yield _sample_row(row[:-1])
-            last_shard, last_row = rows[-1][2], rows[-1][-1]
-
-    def failures(self) -> dict[str, Failure]:
-        query = "SELECT key, source, reason, detail, attempts, num_tokens FROM samples WHERE status = 'failed'"
-        return {row[0]: Failure(*row) for row in self._db.execute(query)}
-
-    def skips(self) -> list[SkipRow]:
-        return [SkipRow(*row) for row in self._db.execute("SELECT source, reason, detail FROM skips ORDER BY rowid")]
-
-    def events(self) -> list[str]:
-        return [f"{at} {what}" for at, what in self._db.execute("SELECT at, what FROM events ORDER BY rowid")]
+    def _rows(self, query: str, *values: Any) -> list[Any]:
+        with self._lock, _translated(None), closing(self._db.execute(query, values)) as cursor:
+            return cursor.fetchall()
 
 
-def _connect_read_only(path: Path) -> sqlite3.Connection:
-    """Open for reading while another process writes; a folder that cannot be written has no writer either."""
-    uri = path.absolute().as_uri()
-    db = sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=30)
+def _connect_read_only(path: Path, options: str) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?{options}"
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=60)
     try:
-        db.execute("SELECT count(*) FROM meta").fetchone()
-    except sqlite3.OperationalError:
-        db.close()  # WAL needs its -shm file, which cannot be made on read-only media
-        if os.access(path.parent, os.W_OK):
-            raise
-        db = sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True, timeout=30)
+        db.execute("SELECT COUNT(*) FROM meta").fetchone()
+    except BaseException:
+        db.close()
+        raise
     return db
 
 
-_COLUMNS = "key, source, shard, num_tokens, loss_tokens, attempts, tensors"
-_SELECT = f"SELECT {_COLUMNS} FROM samples"  # noqa: S608 - constants only
-_NEXT_SAMPLES = (
-    f"SELECT {_COLUMNS}, rowid FROM samples WHERE status = 'committed' AND (shard, rowid) > (?, ?) "  # noqa: S608
-    "ORDER BY shard, rowid LIMIT 1000"
-)
-
-
-def _sample_row(row: tuple[str, str, str, int, int, int, bytes]) -> SampleRow:
-    key, source, shard, num_tokens, loss_tokens, attempts, tensors = row
+@contextmanager
+def _translated(path: Path | None) -> Iterator[None]:
+    """The one place that knows what sqlite raises."""
+    name = path or "the index"
     try:
-        found = msgspec.json.decode(tensors, type=list[TensorRecord])
-    except msgspec.MsgspecError as error:
-        raise StoreError(f"the index row of sample {key} is damaged ({error})", "run hsdump verify") from error
+        yield
+    except sqlite3.OperationalError as error:
+        fix = "see that the disk has room and that the folder is writable, then run the same command again"
+        raise StoreError(f"{name} cannot be used: {error}", fix) from error
+    except sqlite3.DatabaseError as error:
+        fix = "make it again from the shards: hsdump store scrub --repair STORE"
+        raise StoreCorrupt(f"{name} is damaged: {error}", fix) from error
+
+
+def _sample(row: tuple[Any, ...]) -> IndexedSample:
+    position, key, source, num_tokens, num_learned, attempts, shard, tensors, errors = row
     record = SampleRecord(
         key=key,
         source=source,
         num_tokens=num_tokens,
-        loss_tokens=loss_tokens,
+        num_learned=num_learned,
         attempts=attempts,
-        tensors=found,
+        tensors=msgspec.json.decode(tensors, type=list[TensorEntry]),
+        errors=msgspec.json.decode(errors, type=dict[str, float]),
     )
-    return SampleRow(shard, record)
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return IndexedSample(position=position, shard=shard, record=record)

@@ -1,64 +1,65 @@
-"""What one store holds and how it came to be. Facts that matter are compared on every resume."""
+"""`manifest.json`: what the states in a store are, so that nothing of another kind is ever mixed in."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from hsdump.arrays import xxh3
-from hsdump.errors import StoreCorrupt, StoreError, StoreMismatch
+from hsdump.arrays import NUMPY_DTYPES, xxh3
+from hsdump.errors import StoreCorrupt, StoreError
 from hsdump.schema import StateShape
 
 FORMAT_VERSION = 1
-FILE_NAME = "manifest.json"
+
+FINAL_STATES = ("post_norm", "pre_norm")
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """The content of `manifest.json`."""
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One store's facts. Those named in `FACTS` decide whether a resume may go on; the others only inform."""
 
-    format_version: int
+    format_version: int = FORMAT_VERSION
     engine: str
     engine_version: str
+    model_path: str
+    """Where the model was read from. Not compared: a model may move."""
+
     model_digest: str
     model_class: str
     num_layers: int
     vocab_size: int
     layers: list[int]
-    """Auxiliary layers, ascending, in the meaning that `layer_meaning` spells out."""
+    """[L] ascending, in hsdump's meaning (`hsdump.layers`)."""
 
     hidden_size: int
     dtype: str
     final_state: str
+    """`post_norm` or `pre_norm`."""
+
     layer_meaning: str
     tokenizer_digest: str
     template_digest: str
     max_tokens: int
-    codec: str
-
-    # Not compared: where and when, not what.
-    model_path: str = ""
+    codec: str = "raw"
     hsdump_version: str = ""
     created: str = ""
+    """UTC, ISO 8601."""
+
     attach: str = ""
     notes: list[str] = []
     extra: dict[str, str] = {}
 
     @property
     def shape(self) -> StateShape:
-        """The states of one sample."""
+        """Names, width and dtype of the states of every sample."""
         return StateShape(
-            layers=tuple(self.layers),
-            hidden_size=self.hidden_size,
-            dtype=self.dtype,
-            final_state=self.final_state,
+            layers=tuple(self.layers), hidden_size=self.hidden_size, dtype=self.dtype, final_state=self.final_state
         )
 
     @property
     def digest(self) -> str:
-        """32 hex digits over the facts that matter; ties index and shards to this manifest."""
-        facts = {name: getattr(self, name) for name in FACTS}
-        return xxh3(msgspec.json.encode(facts, order="sorted"))
+        """xxh3-128 of the facts alone: ties shards and index to this manifest, whatever its notes say."""
+        return xxh3(msgspec.json.encode({name: getattr(self, name) for name in FACTS}))
 
 
 FACTS = (
@@ -79,53 +80,60 @@ FACTS = (
     "max_tokens",
     "codec",
 )
-"""Two samples that differ in any of these may not share a store."""
+"""Fields that must be equal for two captures to be one data set."""
 
 
-def check_same(path: Path, found: Manifest, wanted: Manifest) -> None:
-    """Refuse to add to a store that was made with other settings.
-
-    Raises:
-        StoreMismatch: with every difference, not just the first.
-    """
-    different = [
-        f"{name}: the store has {getattr(found, name)!r}, this run {getattr(wanted, name)!r}"
+def differences(stored: Manifest, asked: Manifest) -> list[str]:
+    """Name every fact that differs, as `layers: the store has [2, 4], this run has [2, 5]`."""
+    return [
+        f"{name}: the store has {getattr(stored, name)!r}, this run has {getattr(asked, name)!r}"
         for name in FACTS
-        if getattr(found, name) != getattr(wanted, name)
+        if getattr(stored, name) != getattr(asked, name)
     ]
-    if different:
-        raise StoreMismatch(
-            f"the store {path} was made with other settings:\n    " + "\n    ".join(different),
-            "extract into a new store with --out, or set this run up as the store was made",
-        )
-
-
-def read_manifest(path: Path) -> Manifest | None:
-    """Read a store's manifest; None where there is none.
-
-    Raises:
-        StoreCorrupt: the file is there, but not a manifest.
-        StoreError: a format version that this hsdump does not know.
-    """
-    try:
-        data = (path / FILE_NAME).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.MsgspecError as error:
-        raise StoreCorrupt(
-            f"{path / FILE_NAME} is damaged ({error})",
-            "every shard carries a copy: remove the file and run any hsdump command that writes to the store",
-        ) from error
-    if manifest.format_version != FORMAT_VERSION:
-        raise StoreError(
-            f"the store {path} has format version {manifest.format_version}, this hsdump reads {FORMAT_VERSION}",
-            "use the hsdump version that wrote it, or upgrade",
-        )
-    return manifest
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Give the bytes of `manifest.json`."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Read a manifest and check what the rest of the code relies on.
+
+    Raises:
+        StoreError: written by a later format.
+        StoreCorrupt: not a manifest, or one that no hsdump writes.
+    """
+    try:
+        version = msgspec.json.decode(data, type=_Version).format_version
+        if version > FORMAT_VERSION:
+            raise StoreError(
+                f"{where} has format version {version}, this hsdump reads up to {FORMAT_VERSION}",
+                "install a newer hsdump: pip install -U hsdump",
+            )
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise _broken(where, str(error)) from None
+    problem = _problem(manifest)
+    if problem:
+        raise _broken(where, problem)
+    return manifest
+
+
+class _Version(msgspec.Struct):
+    format_version: int
+
+
+def _broken(where: str, problem: str) -> StoreCorrupt:
+    fix = "open the store for writing once (`hsdump store scrub --repair STORE`): it is made again from the shards"
+    return StoreCorrupt(f"{where} is not a manifest: {problem}", fix)
+
+
+def _problem(manifest: Manifest) -> str | None:
+    checks: list[tuple[bool, Any, str]] = [
+        (manifest.dtype in NUMPY_DTYPES, manifest.dtype, "dtype"),
+        (manifest.final_state in FINAL_STATES, manifest.final_state, "final_state"),
+        (manifest.hidden_size > 0, manifest.hidden_size, "hidden_size"),
+        (manifest.layers == sorted(set(manifest.layers)), manifest.layers, "layers"),
+    ]
+    return next((f"{name} is {value!r}" for holds, value, name in checks if not holds), None)

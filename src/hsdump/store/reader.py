@@ -1,4 +1,4 @@
-"""Reading a store: by key or position, states straight from the page cache, while a writer may be at work.
+"""The read side of a store: random access without a copy, beside a running writer, from any number of processes.
 
 Letters: S = tokens of one sample, H = hidden size.
 """
@@ -6,26 +6,42 @@ Letters: S = tokens of one sample, H = hidden size.
 from __future__ import annotations
 
 import mmap
+import os
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hsdump.arrays import NUMPY_DTYPES, StateArray
+from hsdump.arrays import StateArray, xxh3
 from hsdump.errors import StoreCorrupt, StoreError
-from hsdump.store.format import INPUT_IDS, LOSS_MASK, TensorRecord
-from hsdump.store.index import Failure, Index, SampleRow, SkipRow
-from hsdump.store.manifest import Manifest, read_manifest
-from hsdump.store.recovery import shards_folder
+from hsdump.store.codecs import decode_state
+from hsdump.store.format import (
+    INDEX_NAME,
+    INPUT_IDS,
+    LOSS_MASK,
+    MANIFEST_NAME,
+    SampleRecord,
+    TensorEntry,
+    shard_path,
+)
+from hsdump.store.index import Event, Failure, Index, IndexedSample, SkippedRow
+from hsdump.store.manifest import Manifest, decode_manifest
+from hsdump.store.recovery import list_shards
+from hsdump.store.shard_reader import map_file, read_header
+
+MAX_MAPS = 128
+"""Shards mapped at once; each costs a file descriptor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredSample:
-    """One sample; row t of every array is token t. Arrays are read-only views of the shard's memory map."""
+    """One committed sample. Arrays may be read-only views of the shard; they stay valid when the store is closed."""
 
     key: str
     source: str
@@ -34,35 +50,115 @@ class StoredSample:
     """[S]"""
 
     loss_mask: NDArray[np.uint8]
-    """[S]"""
+    """[S] 1 where the target's own text is learned from."""
 
     states: dict[str, StateArray]
-    """name -> [S, H], names and order of `StateShape.names`; bfloat16 as its uint16 bits."""
+    """Name (`StateShape.names`, in that order) to [S, H] in the model's dtype, bfloat16 as uint16 bits."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
 
 
+@final
 class Store:
-    """A store, opened for reading. Sees the samples that were committed when it was opened."""
+    """What was committed when this object was made, or at the last `refresh`. May be used by several threads, sent
+    to other processes and kept over a fork.
+    """
 
-    def __init__(self, path: Path | str) -> None:
-        """Raises:
-        StoreError: no store there.
-        StoreCorrupt: its manifest or index cannot be read.
+    def __init__(self, path: str | os.PathLike[str], *, check: bool = False) -> None:
+        """Args:
+        check: prove each tensor's checksum at every access, at the price of reading all its bytes.
+
+        Raises:
+            StoreError: nothing there, or not a store.
+            StoreCorrupt: manifest or index are damaged.
         """
-        self.path = Path(path)
-        manifest = read_manifest(self.path)
-        if manifest is None:
-            raise StoreError(f"{self.path} is no store (it has no manifest.json)", "name a folder that extract wrote")
-        self.manifest: Manifest = manifest
-        self._index = Index(self.path, read_only=True)
-        self._keys = self._index.committed_keys()
-        self._present = frozenset(self._keys)
-        self._maps: dict[str, memoryview] = {}
+        self.path, self._check = Path(path), check
+        manifest_path = self.path / MANIFEST_NAME
+        if not manifest_path.is_file():
+            what = f"{self.path} is not a store: it has no {MANIFEST_NAME}" if self.path.exists() else f"no {self.path}"
+            raise StoreError(what, "name the folder that `hsdump extract --out` wrote")
+        try:
+            self.manifest: Manifest = decode_manifest(manifest_path.read_bytes(), str(manifest_path))
+        except OSError as error:
+            raise StoreError(f"{manifest_path}: {error.strerror}", "see that you may read the store") from error
+        self._shape = self.manifest.shape
+        self._lock = threading.RLock()
+        self._connect()
+        self.refresh()
 
-    def __enter__(self) -> Store:  # noqa: PYI034 - typing.Self is 3.11
+    def refresh(self) -> None:
+        """See what was committed since."""
+        index = self._index()
+        self._positions = np.asarray(index.positions(), dtype=np.int64)
+        self._shard_bytes = {shard.number: shard.num_bytes for shard in index.shards()}
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def keys(self) -> list[str]:
+        """List the keys, in order of commit."""
+        return self._index().keys()[: len(self)]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._find(key) is not None
+
+    def __getitem__(self, which: str | int) -> StoredSample:
+        """Give a sample by key, or by position in order of commit.
+
+        Raises:
+            KeyError, IndexError: there is none.
+            StoreCorrupt: its shard is gone or damaged; names the sample.
+        """
+        return self._load(self.row(which))
+
+    def __iter__(self) -> Iterator[StoredSample]:
+        for position in range(len(self)):
+            yield self[position]
+
+    def row(self, which: str | int) -> IndexedSample:
+        """Give what the index knows of a sample: source, lengths, shard, places and checksums.
+
+        Raises:
+            KeyError, IndexError: there is none.
+        """
+        if isinstance(which, str):
+            found = self._find(which)
+            if found is None:
+                raise KeyError(which)
+            return found
+        row = self._index().sample_at(int(self._positions[which]))
+        if row is None:
+            raise IndexError(which)
+        return row
+
+    def failures(self) -> dict[str, Failure]:
+        """Give the samples that failed, by key."""
+        return self._index().failures()
+
+    def skips(self) -> Counter[str]:
+        """Count input rows that never became samples, by reason."""
+        return self._index().skips()
+
+    def skipped_rows(self) -> list[SkippedRow]:
+        return self._index().skipped_rows()
+
+    def events(self) -> list[Event]:
+        """List what recoveries and repairs did to this store."""
+        return self._index().events()
+
+    def totals(self) -> tuple[int, int, int]:
+        """Count samples, tokens and learned tokens."""
+        return self._index().totals()
+
+    def close(self) -> None:
+        """Let go of index and maps; arrays handed out stay valid."""
+        with self._lock:
+            self._maps.clear()
+            self._open_index.close()
+
+    def __enter__(self) -> Store:
         return self
 
     def __exit__(
@@ -70,78 +166,87 @@ class Store:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Let go of the index. Arrays that were handed out stay valid."""
-        self._index.close()
-        self._maps.clear()
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "_check": self._check, "_positions": self._positions}
 
-    def __len__(self) -> int:
-        return len(self._keys)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Store.__init__(self, state["path"], check=state["_check"])
+        self._positions = state["_positions"]
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._present
+    def _connect(self) -> None:
+        self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self._pid = os.getpid()
+        self._open_index = Index.open_to_read(self.path / INDEX_NAME) or _index_of_headers(self.path)
 
-    def __iter__(self) -> Iterator[StoredSample]:
-        for row in self._index.samples():
-            yield self.load(row)
+    def _index(self) -> Index:
+        """sqlite connections do not survive a fork, so a child makes its own."""
+        if self._pid != os.getpid():
+            self._lock = threading.RLock()
+            self._connect()
+        return self._open_index
 
-    def __getitem__(self, which: str | int) -> StoredSample:
-        """Give a sample by key or by position in commit order.
+    def _find(self, key: str) -> IndexedSample | None:
+        row = self._index().sample(key)
+        return row if row is not None and len(self) and row.position <= self._positions[-1] else None
 
-        Raises:
-            KeyError, IndexError: not there.
-        """
-        key = self._keys[which] if isinstance(which, int) else which
-        row = self._index.sample(key)
-        if row is None:
-            raise KeyError(key)
-        return self.load(row)
+    def _load(self, row: IndexedSample) -> StoredSample:
+        record = row.record
+        data = self._map(row)
+        entries = {entry.name: entry for entry in record.tensors}
+        if self._check:
+            _prove(record, data, shard_path(self.path, row.shard).name)
+        states = {}
+        for name in self._shape.names:
+            parts = {
+                entry.name[len(name) :]: _view(data, entry)
+                for entry in record.tensors
+                if entry.name == name or entry.name.startswith(name + ".")
+            }
+            states[name] = decode_state(entries[name].codec, parts, record.num_tokens, self._shape)
+        return StoredSample(
+            key=record.key,
+            source=record.source,
+            input_ids=np.frombuffer(_view(data, entries[INPUT_IDS]), "<i8"),
+            loss_mask=np.frombuffer(_view(data, entries[LOSS_MASK]), np.uint8),
+            states=states,
+        )
 
-    def keys(self) -> list[str]:
-        """Give all keys in commit order."""
-        return list(self._keys)
-
-    def rows(self) -> Iterator[SampleRow]:
-        """Give what the index knows of each sample, without touching a shard."""
-        return self._index.samples()
-
-    def failures(self) -> dict[str, Failure]:
-        return self._index.failures()
-
-    def skips(self) -> list[SkipRow]:
-        return self._index.skips()
-
-    def events(self) -> list[str]:
-        """Give what recovery ever did to this store."""
-        return self._index.events()
-
-    def load(self, row: SampleRow) -> StoredSample:
-        """Map one sample's tensors.
-
-        Raises:
-            StoreCorrupt: the shard is gone or shorter than the index says.
-        """
-        arrays = {tensor.name: self._array(row.shard, tensor) for tensor in row.record.tensors}
-        ids, mask = arrays.pop(INPUT_IDS), arrays.pop(LOSS_MASK)
-        return StoredSample(key=row.record.key, source=row.record.source, input_ids=ids, loss_mask=mask, states=arrays)
-
-    def _array(self, shard: str, tensor: TensorRecord) -> StateArray:
-        view = self._map(shard)[tensor.offset : tensor.offset + tensor.num_bytes]
-        if len(view) != tensor.num_bytes:
-            raise StoreCorrupt(f"{shard} is shorter than its index says", f"run hsdump verify {self.path}")
-        dtype: np.dtype[Any] = _NUMPY.get(tensor.dtype) or NUMPY_DTYPES[tensor.dtype]
-        return np.frombuffer(view, dtype=dtype).reshape(tensor.shape)
-
-    def _map(self, shard: str) -> memoryview:
-        if shard not in self._maps:
+    def _map(self, row: IndexedSample) -> mmap.mmap:
+        number = row.shard
+        with self._lock:
+            if number in self._maps:
+                self._maps.move_to_end(number)
+                return self._maps[number]
+            path = shard_path(self.path, number)
+            if number not in self._shard_bytes:
+                self._shard_bytes = {shard.number: shard.num_bytes for shard in self._index().shards()}
             try:
-                with (shards_folder(self.path) / shard).open("rb") as file:
-                    self._maps[shard] = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-            except (FileNotFoundError, ValueError) as error:
-                raise StoreCorrupt(
-                    f"shard {shard} of {self.path} cannot be mapped ({error})", f"run hsdump verify {self.path}"
-                ) from error
-        return self._maps[shard]
+                self._maps[number] = map_file(path, self._shard_bytes[number])
+            except (StoreCorrupt, OSError, KeyError) as error:
+                reason = error.what if isinstance(error, StoreCorrupt) else str(error)
+                what = f"sample {row.record.key} ({row.record.source}) cannot be read: {reason}"
+                raise StoreCorrupt(what, "take it out with `hsdump store scrub --repair`, then extract again") from None
+            while len(self._maps) > MAX_MAPS:
+                self._maps.popitem(last=False)  # arrays that still look into it keep it alive
+            return self._maps[number]
 
 
-_NUMPY: dict[str, np.dtype[Any]] = {"int64": np.dtype("<i8"), "uint8": np.dtype("u1")}
+def _view(data: mmap.mmap, entry: TensorEntry) -> memoryview:
+    return memoryview(data)[entry.offset : entry.offset + entry.num_bytes]
+
+
+def _prove(record: SampleRecord, data: mmap.mmap, where: str) -> None:
+    damaged = [entry.name for entry in record.tensors if xxh3(_view(data, entry)) != entry.checksum]
+    if damaged:
+        what = f"sample {record.key} ({record.source}) in {where} has wrong bytes in {', '.join(damaged)}"
+        raise StoreCorrupt(what, "take it out with `hsdump store scrub --repair`, then extract again")
+
+
+def _index_of_headers(store: Path) -> Index:
+    """A deleted index is made again at the next writing open; until then its like is held in memory."""
+    index = Index.in_memory()
+    for path in list_shards(store).values():
+        header, header_bytes = read_header(path)
+        with index.transaction():
+            index.add_shard(header, header_bytes)
+    return index

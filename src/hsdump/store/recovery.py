@@ -1,141 +1,184 @@
-"""Bringing a store back to what was promised, after anything: kill -9, power loss, a deleted index, a torn shard.
+"""What opening a store for writing puts in order after a crash. Nothing is lost silently: each act is an event.
 
-Everything here is idempotent, so dying inside recovery is recovered from as well. What cannot be used is moved to
-`quarantine/` with its reason in the index's event log; nothing is ever deleted except files that no commit has named.
+Committed bytes are never deleted: what cannot be used goes to `quarantine/` with its reason beside it.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-import msgspec
-
-from hsdump.arrays import xxh3
-from hsdump.errors import StoreCorrupt
-from hsdump.store.disk import Disk, write_file
-from hsdump.store.format import Inventory, SampleRecord, ShardFormatError, read_inventory
-from hsdump.store.index import FILE_NAME as INDEX_FILE
-from hsdump.store.index import Index, ShardRow
-from hsdump.store.manifest import FILE_NAME as MANIFEST_FILE
-from hsdump.store.manifest import Manifest, encode_manifest, read_manifest
-
-BLOCK_BYTES = 8 << 20
-
-
-def shards_folder(path: Path) -> Path:
-    return path / "shards"
+from hsdump.errors import StoreCorrupt, StoreMismatch
+from hsdump.store.format import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    PARTIAL_SUFFIX,
+    QUARANTINE_FOLDER,
+    SHARDS_FOLDER,
+    shard_number,
+    shard_path,
+)
+from hsdump.store.fs import Fs
+from hsdump.store.index import Event, Index, utc_now
+from hsdump.store.manifest import Manifest, decode_manifest, encode_manifest
+from hsdump.store.shard_reader import check_shard, read_header
 
 
-def quarantine_folder(path: Path) -> Path:
-    return path / "quarantine"
+def list_shards(store: Path) -> dict[int, Path]:
+    """Find the files that are named like shards, in order of their numbers."""
+    folder = store / SHARDS_FOLDER
+    if not folder.is_dir():
+        return {}
+    numbered = ((shard_number(path.name), path) for path in folder.iterdir())
+    return dict(sorted((number, path) for number, path in numbered if number is not None))
 
 
-def recover_manifest(path: Path, disk: Disk) -> Manifest | None:
-    """Read the manifest, taking it from a shard again when the file is lost or damaged."""
-    try:
-        found = read_manifest(path)
-    except StoreCorrupt:
-        _quarantine(path, disk, path / MANIFEST_FILE)
-        found = None
-    if found is not None:
-        return found
-    for shard in sorted(shards_folder(path).glob("*.safetensors")):
+def quarantine(store: Path, path: Path, reason: str, fs: Fs) -> Path:
+    """Set a file apart, with the reason beside it."""
+    folder = store / QUARANTINE_FOLDER
+    fs.make_folder(folder)
+    stamp = utc_now().replace(":", "").replace("-", "")[:15]
+    target = folder / f"{stamp}-{path.name}"
+    while target.exists():
+        target = target.with_name("again-" + target.name)
+    fs.write_file(target.with_name(target.name + ".reason.txt"), (reason + "\n").encode())
+    fs.rename(path, target)
+    fs.sync_folder(path.parent)
+    fs.sync_folder(folder)
+    return target
+
+
+def load_manifest(store: Path, fs: Fs, events: list[Event]) -> Manifest | None:
+    """Read the manifest, or make it again from a shard; None for a store that is empty.
+
+    Raises:
+        StoreError: it was written by a later format.
+    """
+    path = store / MANIFEST_NAME
+    problem = "it was missing"
+    if path.exists():
         try:
-            inventory, _ = read_inventory(shard)
-            manifest = msgspec.json.decode(inventory.manifest, type=Manifest)
-        except (ShardFormatError, msgspec.MsgspecError):
+            return decode_manifest(path.read_bytes(), str(path))
+        except StoreCorrupt as error:
+            problem = error.what
+    for shard in list_shards(store).values():
+        try:
+            header, _ = read_header(shard)
+        except StoreCorrupt:
             continue
-        write_file(disk, path / MANIFEST_FILE, encode_manifest(manifest))
-        return manifest
+        if path.exists():
+            quarantine(store, path, problem, fs)
+        fs.write_file(path, encode_manifest(header.manifest))
+        events.append(Event(kind="manifest-rebuilt", subject=MANIFEST_NAME, detail=f"{problem}; from {shard.name}"))
+        return header.manifest
+    if path.exists():
+        # Nothing was ever committed under it, so a new run may write its own.
+        quarantine(store, path, problem, fs)
+        events.append(Event(kind="manifest-quarantined", subject=MANIFEST_NAME, detail=problem))
     return None
 
 
-def open_index(path: Path, disk: Disk) -> Index:
-    """Open the index; one that cannot be read is put aside and started anew (the shards then fill it)."""
+def open_index(store: Path, manifest: Manifest, fs: Fs, events: list[Event]) -> Index:
+    """Open the index, or a new one where the old one is gone, damaged or of another data set."""
+    path = store / INDEX_NAME
+    problem: str | None = None if path.exists() else "it was missing"
+    if not problem:
+        try:
+            index = Index.create_or_open(path, fs)
+            digest = index.get_meta("manifest_digest")
+            if digest in {None, manifest.digest}:
+                return index
+            index.close()
+            problem = "it belongs to another manifest"
+        except StoreCorrupt as error:
+            problem = error.what
+    for suffix in ("-wal", "-shm", "-journal", ""):
+        leftover = path.with_name(path.name + suffix)
+        if leftover.exists():
+            quarantine(store, leftover, problem, fs)
+    index = Index.create_or_open(path, fs)
+    if list_shards(store):
+        detail = f"{problem}; failures and skips that only it knew are gone"
+        events.append(Event(kind="index-rebuilt", subject=INDEX_NAME, detail=detail))
+    return index
+
+
+def recover(store: Path, index: Index, manifest: Manifest, fs: Fs, events: list[Event]) -> None:
+    """Make shards and index agree."""
+    _remove_partials(store, fs, events)
+    on_disk = list_shards(store)
+    indexed = {shard.number: shard for shard in index.shards()}
+    for number, shard in indexed.items():
+        found = on_disk[number].stat().st_size if number in on_disk else None
+        if found == shard.num_bytes:
+            continue
+        reason = "its file is gone" if found is None else f"it has {found} bytes instead of {shard.num_bytes}"
+        drop_shard(store, index, number, reason, fs, events)
+        on_disk.pop(number, None)
+    for number, path in on_disk.items():
+        if number not in indexed:
+            _adopt(store, index, path, manifest, fs, events)
+    with index.transaction():
+        index.set_up(manifest.digest)
+        for event in events:
+            index.add_event(event)
+
+
+def drop_shard(store: Path, index: Index, number: int, reason: str, fs: Fs, events: list[Event]) -> None:
+    """Take a shard out: its samples count as missing again, its file (if any) goes to quarantine."""
+    path = shard_path(store, number)
+    lost = index.samples(number)
+    if path.exists():
+        quarantine(store, path, reason, fs)
+        events.append(Event(kind="shard-quarantined", subject=path.name, detail=reason))
+    for sample in lost:
+        detail = f"{path.name}: {reason}; it will be captured again ({sample.record.source})"
+        events.append(Event(kind="sample-lost", subject=sample.record.key, detail=detail))
+    with index.transaction():
+        index.remove_shard(number)
+
+
+def _remove_partials(store: Path, fs: Fs, events: list[Event]) -> None:
+    """Unfinished files hold nothing that a commit promised."""
+    for folder in (store, store / SHARDS_FOLDER):
+        for path in sorted(folder.glob("*" + PARTIAL_SUFFIX)):
+            detail = f"{path.stat().st_size} bytes of an unfinished commit"
+            fs.remove(path)
+            events.append(Event(kind="partial-removed", subject=path.name, detail=detail))
+
+
+def _adopt(store: Path, index: Index, path: Path, manifest: Manifest, fs: Fs, events: list[Event]) -> None:
+    """Enter a whole shard that the index does not know, or set it apart."""
     try:
-        return Index(path)
-    except StoreCorrupt as error:
-        for name in (INDEX_FILE, f"{INDEX_FILE}-wal", f"{INDEX_FILE}-shm"):
-            if (path / name).exists():
-                _quarantine(path, disk, path / name)
-        index = Index(path)
-        index.record_event(f"the index was unreadable and was rebuilt from the shards: {error.what}")
-        return index
-
-
-def recover_shards(path: Path, disk: Disk, index: Index, manifest: Manifest) -> None:
-    """Make index and shards agree: every whole shard has its rows, every row its shard."""
-    for partial in shards_folder(path).glob("*.partial"):
-        index.record_event(f"{partial.name}: {partial.stat().st_size} bytes never committed, removed")
-        disk.unlink(partial)
-    known = index.shards()
-    present = {shard.name: shard for shard in sorted(shards_folder(path).glob("*.safetensors"))}
-    for name, row in known.items():
-        if name not in present:
-            lost = index.forget_shard(name)
-            index.record_event(f"{name} is gone; its {lost} samples are missing again")
-        elif not _is_as_committed(present[name], row):
-            lost = index.forget_shard(name)
-            _quarantine(path, disk, present.pop(name))
-            index.record_event(f"{name} is not what was committed; quarantined, its {lost} samples are missing again")
-    for name in present.keys() - known.keys():
-        _adopt(path, disk, index, manifest, present[name])
-
-
-def _adopt(path: Path, disk: Disk, index: Index, manifest: Manifest, shard: Path) -> None:
-    """Index a shard that has no row: the writer died between rename and index transaction, or the index was lost."""
-    try:
-        inventory, head = read_inventory(shard)
-        if inventory.manifest_digest != manifest.digest:
-            raise ShardFormatError("it belongs to a store with another manifest")
-        damaged = damaged_tensors(shard, inventory)
-        if damaged:
-            raise ShardFormatError(f"checksums differ: {', '.join(damaged[:5])}")
-    except ShardFormatError as error:
-        _quarantine(path, disk, shard)
-        index.record_event(f"{shard.name} had no index rows and cannot be used; quarantined: {error}")
+        header, header_bytes = check_shard(path)
+        if header.manifest_digest != manifest.digest:
+            raise StoreMismatch("it was made with another manifest", "merge stores with `hsdump store merge`")
+    except (StoreCorrupt, StoreMismatch) as error:
+        quarantine(store, path, error.what, fs)
+        events.append(Event(kind="shard-quarantined", subject=path.name, detail=error.what))
         return
-    samples = _not_yet_there(index, inventory)
-    index.commit_shard(ShardRow(shard.name, shard.stat().st_size, xxh3(head)), samples)
-    index.record_event(f"{shard.name} had no index rows; {len(samples)} samples indexed after their checksums held")
+    _make_durable(path)
+    with index.transaction():
+        known = index.add_shard(header, header_bytes)
+    detail = f"{len(header.samples)} samples" + (f", {len(known)} of them known already" if known else "")
+    events.append(Event(kind="shard-indexed", subject=path.name, detail=detail))
 
 
-def _not_yet_there(index: Index, inventory: Inventory) -> list[SampleRecord]:
-    return [sample for sample in inventory.samples if index.sample(sample.key) is None]
+def _make_durable(path: Path) -> None:
+    """The crash may have come before the name was durable; the index must not know more than the disk."""
+    for target in (path, path.parent):
+        fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
-def damaged_tensors(shard: Path, inventory: Inventory) -> list[str]:
-    """Read a whole shard and give the `key/name` of every tensor whose checksum differs."""
-    damaged = []
-    with shard.open("rb") as file:
-        for sample in inventory.samples:
-            for tensor in sample.tensors:
-                file.seek(tensor.offset)
-                blocks, left = [], tensor.num_bytes
-                while left and (block := file.read(min(left, BLOCK_BYTES))):
-                    blocks.append(block)
-                    left -= len(block)
-                if xxh3(*blocks) != tensor.xxh3:
-                    damaged.append(f"{sample.key}/{tensor.name}")
-    return damaged
-
-
-def _is_as_committed(shard: Path, row: ShardRow) -> bool:
-    """A quick look, at size and header; tensor bytes are `verify`'s business."""
-    try:
-        _, head = read_inventory(shard)
-    except ShardFormatError:
-        return False
-    return shard.stat().st_size == row.num_bytes and xxh3(head) == row.header_xxh3
-
-
-def _quarantine(path: Path, disk: Disk, file: Path) -> None:
-    folder = quarantine_folder(path)
-    disk.make_folder(folder)
-    target, number = folder / file.name, 0
-    while target.exists():
-        number += 1
-        target = folder / f"{file.name}.{number}"
-    disk.rename(file, target)
-    disk.sync_folder(folder)
-    disk.sync_folder(file.parent)
+def next_shard_number(store: Path, index: Index) -> int:
+    """Give a number that no shard has had, those in quarantine included."""
+    numbers = [*list_shards(store), *(shard.number for shard in index.shards())]
+    folder = store / QUARANTINE_FOLDER
+    if folder.is_dir():
+        set_apart = (shard_number(path.name.rpartition("-")[2]) for path in folder.iterdir())
+        numbers += [number for number in set_apart if number is not None]
+    return max(numbers, default=-1) + 1

@@ -1,281 +1,344 @@
-"""Adding to a store: stream samples into an open shard, commit it, never promise what is not on disk.
+"""The write side of a store: samples become durable in batches, and what `commit` returned is never lost.
 
-Order of a commit, each step durable before the next: tensors, header, fsync of the shard, rename, fsync of the folder,
-index transaction. Dying before the rename leaves a `.partial` that the next opening removes; dying after it leaves a
-shard that the next opening indexes. Either way a sample is there whole or not at all.
+Letters: S = tokens of one sample, H = hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
+from typing import Any, final
 
-import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from hsdump.arrays import NUMPY_DTYPES, StateArray, xxh3
-from hsdump.errors import StoreBusy, StoreError
-from hsdump.locks import AliveLock
+from hsdump.arrays import NUMPY_DTYPES, StateArray
+from hsdump.errors import StoreError, StoreMismatch
 from hsdump.samples import TokenSample
-from hsdump.store.disk import Disk, disk_errors, write_file
+from hsdump.store import recovery
+from hsdump.store.codecs import Encoded, check_codec, encode_state
 from hsdump.store.format import (
-    HEADER_BYTES,
     INPUT_IDS,
+    LOCK_NAME,
     LOSS_MASK,
-    Inventory,
+    MANIFEST_NAME,
+    OWN_NAMES,
+    SHARDS_FOLDER,
     SampleRecord,
-    TensorRecord,
-    aligned,
-    encode_header,
-    header_room,
-    shard_name,
+    TensorEntry,
+    tensor_bytes,
 )
-from hsdump.store.index import Failure, Index, ShardRow
-from hsdump.store.manifest import FILE_NAME as MANIFEST_FILE
-from hsdump.store.manifest import Manifest, check_same, encode_manifest
-from hsdump.store.recovery import open_index, quarantine_folder, recover_manifest, recover_shards, shards_folder
+from hsdump.store.fs import Fs
+from hsdump.store.index import Event, Failure, Index, SkippedRow, utc_now
+from hsdump.store.lock import WriterLock
+from hsdump.store.manifest import Manifest, differences, encode_manifest
+from hsdump.store.shard_writer import ShardWriter
 
-LOCK_FILE = "writer.lock"
+SKIPS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriterOptions:
-    """How a store is written; none of it changes what is stored."""
+    """How a store is written; none of it changes what a reader sees."""
 
     shard_bytes: int = 1 << 30
-    """`StoreWriter.is_full` from this size on."""
+    """A shard that reached this size takes no further sample. One commit may hold several shards."""
 
-    disk: Disk = field(default_factory=Disk)
-
-
-@dataclass(slots=True)
-class _OpenShard:
-    """The shard that is being filled."""
-
-    number: int
-    fd: int
-    end: int = HEADER_BYTES
-    samples: list[SampleRecord] = field(default_factory=list)
-    inventory_bytes: int = 0
+    fs: Fs = field(default_factory=Fs)
+    """Where disk operations go; tests break it."""
 
 
+@final
 class StoreWriter:
-    """The one writer of a store. Use from one thread; `add` then `commit`, again and again, then `close`."""
+    """The only writer of a store, from `open` to `close`. Use it from one thread at a time."""
 
-    def __init__(self, path: Path, manifest: Manifest, options: WriterOptions, lock: AliveLock) -> None:
-        """Use `StoreWriter.open`."""
+    def __init__(self, path: Path, manifest: Manifest, index: Index, lock: WriterLock, options: WriterOptions) -> None:
+        """Use `open`."""
         self.path, self.manifest = path, manifest
-        self._options, self._disk, self._lock = options, options.disk, lock
-        self._manifest_json = encode_manifest(manifest).decode()
-        self._shard: _OpenShard | None = None
-        self._index: Index = open_index(path, self._disk)
-        recover_shards(path, self._disk, self._index, manifest)
-        self._index.set_meta("manifest_digest", manifest.digest)
-        self._committed = set(self._index.committed_keys())
-        self._adding: set[str] = set()
-        self._safe: list[str] = []
+        self.recovered: list[Event] = []
+        """What `open` had to put in order."""
+
+        self._index, self._lock, self._options, self._fs = index, lock, options, options.fs
+        self._shape = manifest.shape
+        self._committed = set(index.keys())
+        self._pending: set[str] = set()
+        self._shards: list[ShardWriter] = []
+        self._skips: list[SkippedRow] = []
+        self._next_number = recovery.next_shard_number(path, index)
+        self._broken: str | None = None
+        self._closed = False
 
     @classmethod
     def open(cls, path: Path, manifest: Manifest, *, options: WriterOptions | None = None) -> StoreWriter:
-        """Create a store, or open and recover one that was made with the same settings.
+        """Create a store or go on with one, after putting in order what a crash may have left.
 
         Raises:
-            StoreBusy: a living process writes it.
-            StoreMismatch: made with other settings; lists all differences.
-            StoreError: the folder cannot be written, or is something else.
+            StoreError: the folder cannot be written, or holds something else.
+            StoreBusy: another process writes it.
+            StoreMismatch: it was made with other facts; the message lists all differences.
         """
         options = options or WriterOptions()
-        with disk_errors(path):
-            lock = _prepare_folder(path, options.disk)
-            try:
-                found = recover_manifest(path, options.disk)
-                if found is None:
-                    write_file(options.disk, path / MANIFEST_FILE, encode_manifest(manifest))
-                else:
-                    check_same(path, found, manifest)
-                return cls(path, found or manifest, options, lock)
-            except BaseException:
-                lock.release()
-                raise
-
-    def __enter__(self) -> StoreWriter:  # noqa: PYI034 - typing.Self is 3.11
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        check_codec(manifest.codec)
+        path = Path(path)
+        lock = _take_folder(path, options.fs)
+        events: list[Event] = []
+        try:
+            with disk_errors(path):
+                stored = recovery.load_manifest(path, options.fs, events)
+                if stored is None:
+                    options.fs.write_file(path / MANIFEST_NAME, encode_manifest(manifest))
+                    stored = manifest
+                _refuse_other(path, stored, manifest)
+                index = recovery.open_index(path, stored, options.fs, events)
+                try:
+                    recovery.recover(path, index, stored, options.fs, events)
+                    writer = cls(path, stored, index, lock, options)
+                except BaseException:
+                    index.close()
+                    raise
+        except BaseException:
+            lock.release()
+            raise
+        writer.recovered = events
+        return writer
 
     def is_committed(self, key: str) -> bool:
-        """Tell whether this sample is durable in the store."""
+        """Tell whether a sample is safely in the store. May be asked from any thread."""
         return key in self._committed
 
+    @property
+    def committed(self) -> frozenset[str]:
+        """Keys of all committed samples."""
+        return frozenset(self._committed)
+
     def failures(self) -> dict[str, Failure]:
-        """Give the samples that failed and were not captured since."""
+        """Give the samples that failed and never succeeded, by key."""
         return self._index.failures()
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes added and not yet committed."""
-        return self._shard.end - HEADER_BYTES if self._shard else 0
+        """Bytes added but not committed."""
+        return sum(shard.data_bytes for shard in self._shards)
 
     @property
     def is_full(self) -> bool:
-        """Tell whether the open shard should be committed now: its size, or its header's room, is used up."""
-        shard = self._shard
-        if shard is None:
-            return False
-        per_sample = len(self.manifest.shape.names) + 2
-        room = header_room(shard.inventory_bytes + len(self._manifest_json), 2 * per_sample * (len(shard.samples) + 1))
-        return self.pending_bytes >= self._options.shard_bytes or room > HEADER_BYTES // 2
+        """Tell whether what was added fills a shard, so that a commit now makes no small one."""
+        return self.pending_bytes >= self._options.shard_bytes
 
     def add(self, sample: TokenSample, states: Sequence[StateArray], *, attempts: int = 1) -> None:
-        """Stream one sample into the open shard; `states` may be let go afterwards, durability comes with `commit`.
+        """Take a sample over; it is safe only when `commit` returns its key.
 
         Args:
-            states: [S, H] each, in the order of `StateShape.names`, bits as `hsdump.arrays.StateArray` says.
-            attempts: tries it took, for the record.
+            states: L+1 arrays [S, H] in the order of `StateShape.names`. Not needed any more on return.
+            attempts: tries that the capture took, for the record.
 
         Raises:
-            ValueError: shapes or dtypes that this store does not hold; nothing was written.
-            StoreError: the disk took less than all of it; the open shard is given up, committed shards are untouched.
+            StoreError: shapes or dtypes are not the manifest's, the sample is in the store already, or the disk
+                failed. After the disk failed the writer must be opened again.
         """
-        if sample.key in self._committed or sample.key in self._adding:
-            return
+        self._check_usable()
         self._check(sample, states)
-        if self.is_full:
-            self.commit()
-        shape = self.manifest.shape
-        with disk_errors(self.path):
-            try:
-                shard = self._shard or self._start_shard()
-                tensors = [
-                    self._write_tensor(shard, name, shape.dtype, state)
-                    for name, state in zip(shape.names, states, strict=True)
-                ]
-                ids = np.ascontiguousarray(sample.input_ids, dtype="<i8")
-                tensors.append(self._write_tensor(shard, INPUT_IDS, "int64", ids))
-                tensors.append(self._write_tensor(shard, LOSS_MASK, "uint8", sample.loss_mask.astype(np.uint8)))
-            except OSError:
-                self._give_shard_up()
-                raise
-        record = SampleRecord(
-            key=sample.key,
-            source=sample.source,
-            num_tokens=len(ids),
-            loss_tokens=int(sample.loss_mask.sum()),
-            attempts=attempts,
-            tensors=tensors,
-        )
-        shard.samples.append(record)
-        shard.inventory_bytes += 2 * len(msgspec.json.encode(record))
-        self._adding.add(sample.key)
+        parts = {
+            INPUT_IDS: [_plain("I64", np.ascontiguousarray(sample.input_ids, "<i8"))],
+            LOSS_MASK: [_plain("U8", np.ascontiguousarray(sample.loss_mask, np.uint8))],
+        }
+        for name, state_SH in zip(self._shape.names, states, strict=True):
+            parts[name] = encode_state(self.manifest.codec, state_SH, self._shape)
+        record = _record(sample, parts, self.manifest.codec, attempts)
+        with self._all_or_broken():
+            flat = [part for group in parts.values() for part in group]
+            self._shard_for(record).append(record, flat)
+        self._pending.add(sample.key)
 
     def commit(self) -> list[str]:
-        """Make everything that was added durable and visible.
+        """Make everything added so far durable.
 
         Returns:
-            Keys that became safe since the last call that returned keys, shards closed by `add` included.
+            Keys that are safe now, in the order of `add`.
 
         Raises:
-            StoreError: they are not; they are missing again and must be captured again.
+            StoreError: the disk failed; nothing of this batch counts, the writer must be opened again.
         """
-        if self._shard is not None:
-            with disk_errors(self.path):
-                self._commit_shard(self._shard)
-        safe, self._safe = self._safe, []
-        return safe
+        self._check_usable()
+        self._flush_skips()
+        if not self._shards:
+            return []
+        with self._all_or_broken():
+            headers = [shard.finish() for shard in self._shards]
+            self._fs.sync_folder(self.path / SHARDS_FOLDER)
+            with self._index.transaction():
+                for header, header_bytes in headers:
+                    self._index.add_shard(header, header_bytes)
+        keys = [record.key for header, _ in headers for record in header.samples]
+        self._shards.clear()
+        self._pending.clear()
+        self._committed.update(keys)
+        return keys
 
     def record_failure(self, sample: TokenSample, reason: str, detail: str, *, attempts: int) -> None:
-        """Note that a sample has no states, durable on return. A later success replaces the note."""
-        self._index.record_failure(sample, reason, detail, attempts)
+        """Note durably why a sample has no states. A later success replaces it; it never replaces a success."""
+        self._check_usable()
+        if sample.key in self._committed:
+            return
+        failure = Failure(
+            key=sample.key,
+            source=sample.source,
+            num_tokens=len(sample.input_ids),
+            reason=reason,
+            detail=detail,
+            attempts=attempts,
+            at=utc_now(),
+        )
+        with self._all_or_broken(), self._index.transaction():
+            self._index.add_failure(failure)
 
     def record_skip(self, source: str, reason: str, detail: str) -> None:
-        """Note an input row that never became a sample; the same row is noted once."""
-        self._index.record_skip(source, reason, detail)
+        """Note an input row that never became a sample; durable with the next commit or close."""
+        self._check_usable()
+        self._skips.append(SkippedRow(source=source, reason=reason, detail=detail))
+        if len(self._skips) >= SKIPS_AT_ONCE:
+            self._flush_skips()
 
     def close(self) -> None:
-        """Give the store back. What was added and not committed is dropped: it was never promised."""
-        if self._shard is not None:
-            self._give_shard_up()
-        self._index.close()
-        self._lock.release()
+        """Let go of the store. What was added and not committed is thrown away."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._broken is None:
+                self._flush_skips()
+            with disk_errors(self.path):
+                self._discard_pending()
+        finally:
+            self._index.close()
+            self._lock.release()
+            self._broken = self._broken or "it was closed"
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _shard_for(self, record: SampleRecord) -> ShardWriter:
+        if self._shards:
+            last = self._shards[-1]
+            if last.data_bytes < self._options.shard_bytes and last.has_room_for(record):
+                return last
+        shard = ShardWriter(self.path, self._next_number, self.manifest, self._fs, self._options.shard_bytes)
+        self._next_number += 1
+        self._shards.append(shard)
+        return shard
 
     def _check(self, sample: TokenSample, states: Sequence[StateArray]) -> None:
-        shape = self.manifest.shape
-        expected = (len(sample.input_ids), shape.hidden_size)
-        found = [(state.shape, state.dtype) for state in states]
-        if len(states) != len(shape.names) or any(f != (expected, NUMPY_DTYPES[shape.dtype]) for f in found):
-            raise ValueError(f"sample {sample.key}: states are {found}, expected {len(shape.names)} of {expected}")
-        if sample.loss_mask.shape != sample.input_ids.shape:
-            raise ValueError(f"sample {sample.key}: mask {sample.loss_mask.shape}, tokens {sample.input_ids.shape}")
+        num_tokens, names = len(sample.input_ids), self._shape.names
+        want = (num_tokens, self._shape.hidden_size)
+        dtype = NUMPY_DTYPES[self._shape.dtype]
+        wrong = [
+            f"{name} is {state.dtype} {list(state.shape)}"
+            for name, state in zip(names, states, strict=False)
+            if state.shape != want or state.dtype != dtype
+        ]
+        if len(states) != len(names):
+            wrong = [f"there are {len(states)} states instead of {len(names)}"]
+        if len(sample.loss_mask) != num_tokens or num_tokens == 0:
+            wrong.append(f"{num_tokens} tokens, {len(sample.loss_mask)} mask values")
+        if wrong:
+            what = f"sample {sample.key} ({sample.source}) does not fit the store: {'; '.join(wrong)}"
+            raise StoreError(what, f"every state must be {dtype} {list(want)}, as the manifest says")
+        if sample.key in self._committed or sample.key in self._pending:
+            what = f"sample {sample.key} ({sample.source}) is in the store already"
+            raise StoreError(what, "ask is_committed(key) before capturing")
 
-    def _start_shard(self) -> _OpenShard:
-        taken = [int(p.name.split(".")[0]) for p in self._numbered_files()]
-        number = max(taken, default=0) + 1
-        fd = self._disk.create(self._partial(number))
-        self._shard = _OpenShard(number, fd)
-        return self._shard
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise StoreError(f"{self.path} cannot be written any more: {self._broken}", "open it again")
 
-    def _numbered_files(self) -> list[Path]:
-        """All files that ever had a shard number: a number is never used again, not even a quarantined one's."""
-        folders = (shards_folder(self.path), quarantine_folder(self.path))
-        return [p for folder in folders for p in folder.glob("*.safetensors*") if p.name[:6].isdigit()]
+    def _flush_skips(self) -> None:
+        if self._skips:
+            with self._all_or_broken(), self._index.transaction():
+                self._index.add_skips(self._skips)
+            self._skips.clear()
 
-    def _partial(self, number: int) -> Path:
-        return shards_folder(self.path) / f"{shard_name(number)}.partial"
+    def _discard_pending(self) -> None:
+        for shard in self._shards:
+            shard.discard()
+        self._shards.clear()
+        self._pending.clear()
 
-    def _write_tensor(self, shard: _OpenShard, name: str, dtype: str, array: StateArray) -> TensorRecord:
-        data = np.ascontiguousarray(array)
-        offset = aligned(shard.end)
-        self._disk.write(shard.fd, data, offset)
-        shard.end = offset + data.nbytes
-        return TensorRecord(
-            name=name, dtype=dtype, shape=list(data.shape), offset=offset, num_bytes=data.nbytes, xxh3=xxh3(data)
-        )
-
-    def _commit_shard(self, shard: _OpenShard) -> None:
-        inventory = Inventory(manifest_digest=self.manifest.digest, manifest=self._manifest_json, samples=shard.samples)
-        final = shards_folder(self.path) / shard_name(shard.number)
-        head = encode_header(inventory, shard.end)
+    @contextmanager
+    def _all_or_broken(self) -> Iterator[None]:
+        """After a failed write or fsync nobody knows what the kernel kept, so this writer must not go on."""
         try:
-            self._disk.write(shard.fd, head, 0)
-            self._disk.sync(shard.fd)
-        except OSError:
-            self._give_shard_up()
+            with disk_errors(self.path):
+                yield
+        except BaseException as error:
+            self._broken = str(error.what if isinstance(error, StoreError) else error) or type(error).__name__
             raise
-        self._disk.close(shard.fd)
-        self._shard = None
-        self._adding.clear()
-        self._disk.rename(self._partial(shard.number), final)
-        self._disk.sync_folder(final.parent)
-        self._index.commit_shard(ShardRow(final.name, shard.end, xxh3(head)), shard.samples)
-        keys = [sample.key for sample in shard.samples]
-        self._committed.update(keys)
-        self._safe = [*self._safe, *keys]
-
-    def _give_shard_up(self) -> None:
-        shard, self._shard = self._shard, None
-        self._adding.clear()
-        if shard is not None:
-            self._disk.close(shard.fd)
-            self._disk.unlink(self._partial(shard.number))
 
 
-def _prepare_folder(path: Path, disk: Disk) -> AliveLock:
-    if path.exists() and not path.is_dir():
-        raise StoreError(f"{path} is a file", "name a folder with --out")
-    if path.is_dir() and not (path / MANIFEST_FILE).exists() and not shards_folder(path).exists():
-        strangers = [entry.name for entry in path.iterdir() if entry.name != LOCK_FILE][:3]
-        if strangers:
-            raise StoreError(
-                f"{path} is no store: it holds {', '.join(strangers)}", "name a new or empty folder with --out"
-            )
-    disk.make_folder(shards_folder(path))
-    lock = path / LOCK_FILE
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Say what the disk refused in words of ours."""
     try:
-        return AliveLock(lock)
-    except BlockingIOError:
-        pid = lock.read_text(errors="replace").strip() or "unknown"
-        raise StoreBusy(
-            f"the store {path} is being written by process {pid}", "wait for it, stop it, or use another --out"
-        ) from None
+        yield
+    except OSError as error:
+        what = f"{path}: {error.strerror or error} ({error.filename or 'while writing'})"
+        fix = "make room or repair the disk, then run the same command again; committed samples are safe"
+        raise StoreError(what, fix) from error
+
+
+def _take_folder(path: Path, fs: Fs) -> WriterLock:
+    """Make the folder where needed, prove that it can be written, take the lock."""
+    if path.exists() and not path.is_dir():
+        raise StoreError(f"{path} is a file", "name a folder for the store")
+    strangers = sorted(entry.name for entry in path.iterdir() if entry.name not in OWN_NAMES) if path.is_dir() else []
+    if strangers and not (path / MANIFEST_NAME).exists():
+        what = f"{path} is no store and not empty: it holds {', '.join(strangers[:3])}"
+        raise StoreError(what, "name a new or empty folder")
+    try:
+        fs.make_folder(path / SHARDS_FOLDER)
+        return WriterLock(path / LOCK_NAME)
+    except OSError as error:
+        what = f"{path} cannot be written: {error.strerror or error}"
+        raise StoreError(what, "name a writable folder on a disk with room, or change its rights") from error
+
+
+def _refuse_other(path: Path, stored: Manifest, asked: Manifest) -> None:
+    found = differences(stored, asked)
+    if found:
+        what = f"{path} was made with other settings:\n    " + "\n    ".join(found)
+        raise StoreMismatch(what, "use the same settings again, or name another folder for this data set")
+
+
+def _plain(dtype: str, data: NDArray[Any]) -> Encoded:
+    return Encoded(dtype=dtype, shape=list(data.shape), data=data)
+
+
+def _record(sample: TokenSample, parts: dict[str, list[Encoded]], codec: str, attempts: int) -> SampleRecord:
+    entries = [
+        TensorEntry(
+            name=name + part.suffix,
+            codec="raw" if name in {INPUT_IDS, LOSS_MASK} else codec,
+            dtype=part.dtype,
+            shape=part.shape,
+            offset=0,
+            num_bytes=tensor_bytes(part.dtype, part.shape),
+            checksum="",
+        )
+        for name, group in parts.items()
+        for part in group
+    ]
+    return SampleRecord(
+        key=sample.key,
+        source=sample.source,
+        num_tokens=len(sample.input_ids),
+        num_learned=int(np.count_nonzero(sample.loss_mask)),
+        attempts=attempts,
+        tensors=entries,
+    )

@@ -1,0 +1,73 @@
+"""Every disk operation by which a store changes, in one place: tests put a failing disk here, later a remote one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+class Fs:
+    """The local file system. Each method is one step that can fail or be the last one before a crash."""
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder and make its name durable; one that exists is fine."""
+        if path.is_dir():
+            return
+        self.make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        self.sync_folder(path.parent)
+
+    def create(self, path: Path) -> int:
+        """Create a file that does not exist yet; gives its descriptor, to be closed by the caller."""
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, data: Any) -> None:
+        """Append all bytes; the kernel takes at most 2 GiB at a time."""
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[os.write(fd, view[: 1 << 30]) :]
+
+    def write_at(self, fd: int, data: bytes, offset: int) -> None:
+        """Write bytes in place, inside what was written before."""
+        done = 0
+        while done < len(data):
+            done += os.pwrite(fd, data[done:], offset + done)
+
+    def sync(self, fd: int) -> None:
+        """Make the file's bytes durable."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file its final name, replacing what may be there."""
+        old.rename(new)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable; without it a renamed file can vanish with the power."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def index_step(self, what: str) -> None:
+        """Called before and after each transaction of the index, which does its own writing."""
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """Put a small file in place: complete and durable, or not there at all."""
+        partial = path.with_name(path.name + ".partial")
+        self.remove(partial)
+        fd = self.create(partial)
+        try:
+            self.write(fd, data)
+            self.sync(fd)
+        finally:
+            self.close(fd)
+        self.rename(partial, path)
+        self.sync_folder(path.parent)
