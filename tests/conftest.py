@@ -1,0 +1,38 @@
+"""What the whole suite shares: tiny models, and the real server's environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.server.harness import SGLANG_PYTHON
+from tests.tiny_models import tiny_model_path
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> Path:
+    """Give a Llama of 8 layers, hidden size 256, with random weights."""
+    return tiny_model_path("llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3() -> Path:
+    """Give a Qwen3 of 8 layers, hidden size 256, with random weights."""
+    return tiny_model_path("qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_dsv3() -> Path:
+    """Give a DeepSeek-V3 of 6 layers (latent attention, mixture of experts from the second) with random weights."""
+    return tiny_model_path("dsv3")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _server_environment(request: pytest.FixtureRequest) -> None:
+    """Fail, not skip, when tests that need a server have none to start: a skip would look like a pass."""
+    needed = any(item.get_closest_marker("server") for item in request.session.items)
+    if needed and not SGLANG_PYTHON.exists():
+        pytest.fail(
+            f"{SGLANG_PYTHON} is missing; build it with `make engines`, or leave its tests out with -m 'not server'"
+        )
