@@ -96,7 +96,7 @@ class Demo:
         places = self.places
         places.start_afresh()
         self._make_model()
-        code = self._hsdump("prepare", PROMPTS, "--model", places.model, "--out", places.samples)
+        code = self._hsdump("prepare", _short(PROMPTS), "--model", places.model, "--out", places.samples)
         if code:
             return code
         engine = ("--engine", "transformers", "--model", places.model)
@@ -197,7 +197,7 @@ def _what_next(places: Places) -> str:
     hsdump = _as_typed("hsdump")
     return f"""
 Look further
-  {hsdump} prepare {PROMPTS} --model {places.model} --out {places.samples} --show 2
+  {hsdump} prepare {_short(PROMPTS)} --model {places.model} --out {places.samples} --show 2
   {hsdump} verify {places.store} --json
   README.md, "Reading the store", says how to get at the arrays from Python
 
@@ -211,9 +211,12 @@ With a real server (SGLang 0.5.11 or later, hsdump installed beside it)
 def _as_typed(script: str) -> str:
     """Give a script of this environment as the reader can type it, in or outside of the activated environment."""
     beside = Path(sys.executable).with_name(script)
-    if not beside.exists() or shutil.which(script) == str(beside):
-        return script
-    return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
+    return script if not beside.exists() or shutil.which(script) == str(beside) else str(_short(beside))
+
+
+def _short(path: Path) -> Path:
+    """Give a path below the current folder without the way to it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,107 @@
+"""The demo's own parts: its prompts, the folder that it may clear, and the whole of it once."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hsdump._version import __version__
+from hsdump.demo.run import MARKER, PROMPTS, Places, main
+from hsdump.errors import UsageError
+from hsdump.store import Store
+
+SCRIPTS = {
+    "Arabic": r"[\u0600-\u06ff]",
+    "Cyrillic": r"[\u0400-\u04ff]",
+    "Devanagari": r"[\u0900-\u097f]",
+    "Hangul": r"[\uac00-\ud7af]",
+    "Han": r"[\u4e00-\u9fff]",
+    "Kana": r"[\u3040-\u30ff]",
+    "Latin": r"[a-z]",
+}
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+
+
+def test_prompts_are_whole_conversations(conversations: list[dict[str, Any]]) -> None:
+    for row in conversations:
+        messages = row["messages"]
+        turns = messages[1:] if messages[0]["role"] == "system" else messages
+        assert [turn["role"] for turn in turns] == ["user", "assistant"] * (len(turns) // 2), row["id"]
+        assert all(turn["content"].strip() == turn["content"] != "" for turn in messages), row["id"]
+
+
+def test_prompts_are_as_many_and_as_mixed_as_promised(conversations: list[dict[str, Any]]) -> None:
+    texts = ["\n".join(message["content"] for message in row["messages"]) for row in conversations]
+    assert len(conversations) >= 72
+    assert len({row["id"] for row in conversations}) == len(conversations) == len(set(texts))
+    assert sum(sum(m["role"] == "user" for m in row["messages"]) > 1 for row in conversations) >= 30
+    assert sum("`" in text for text in texts) >= 15
+    assert sum(row["messages"][0]["role"] == "system" for row in conversations) >= 5
+    for script, pattern in SCRIPTS.items():
+        assert any(re.search(pattern, text) for text in texts), script
+
+
+def test_no_answer_is_said_twice(conversations: list[dict[str, Any]]) -> None:
+    sentences = [
+        sentence
+        for row in conversations
+        for message in row["messages"]
+        if message["role"] == "assistant"
+        for sentence in re.split(r"(?<=[.!?。])\s+", message["content"])
+        if len(sentence) > 20
+    ]
+    twice = {sentence for sentence in sentences if sentences.count(sentence) > 1}
+    # A toast that is asked for again in half the length keeps its last two sentences.
+    assert all(sentence.startswith(("May ", "To ")) for sentence in twice), twice
+
+
+def test_only_a_folder_of_the_demo_is_cleared(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "precious").write_text("924 GiB")
+    with pytest.raises(UsageError, match="holds files that the demo did not write"):
+        Places(tmp_path).start_afresh()
+    assert main(["--out", str(tmp_path)]) == UsageError.exit_code
+    assert (store / "precious").exists()
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(UsageError, match="out is a file"):
+        Places(tmp_path / "out").start_afresh()
+
+
+def test_starting_afresh_leaves_files_of_others(tmp_path: Path) -> None:
+    places = Places(tmp_path / "out")
+    places.start_afresh()
+    places.store.mkdir()
+    places.summary.write_text("{}")
+    (places.out / "notes.txt").write_text("mine")
+    places.start_afresh()
+    assert sorted(path.name for path in places.out.iterdir()) == [MARKER, "notes.txt"]
+
+
+def test_the_whole_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["--out", str(out)]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["samples"] == len(PROMPTS.read_text(encoding="utf-8").splitlines())
+    assert summary["verdict"] == "clean"
+    assert summary["hsdump_version"] == __version__
+    assert set(summary["seconds"]) == {"model", "prepare", "extract", "verify", "total"}
+    with Store(out / "store", check=True) as store:
+        assert store.manifest.layers == summary["layers"]
+        assert sum(sample.num_tokens for sample in store) == summary["tokens"]
+        assert sum(int(sample.loss_mask.sum()) for sample in store) == summary["loss_tokens"]
+        assert summary["tokens"] * store.manifest.shape.bytes_per_token == summary["bytes"]
+    shown = capfd.readouterr().out
+    for said in ("hsdump prepare", "hsdump extract", "hsdump verify", "What happened", "With a real server"):
+        assert said in shown
