@@ -15,7 +15,7 @@ import transformers
 
 from hsdump.arrays import NUMPY_DTYPES, StateArray, to_float32
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest
-from hsdump.engines.embedded import EmbeddedEngine
+from hsdump.engines.embedded import EmbeddedEngine, _decoder_parts
 from hsdump.errors import InputError, ServerError, UsageError
 
 VOCAB = 128
@@ -235,3 +235,23 @@ def test_without_torch(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UsageError, match=r"needs torch[\s\S]*fix: install it"):
         EmbeddedEngine(str(llama), layers=None).handshake()
+
+
+def test_a_dtype_that_no_store_holds(tmp_path: Path) -> None:
+    save_llama(tmp_path, torch.float64)
+    with pytest.raises(ServerError, match="computes in float64"):
+        EmbeddedEngine(str(tmp_path), layers=None).handshake()
+
+
+def test_a_model_without_a_list_of_layers(llama: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    with pytest.raises(ServerError, match="no list of 7 decoder layers was found"):
+        _decoder_parts(model, LAYERS + 1)
+
+
+def test_a_model_without_a_context_length_says_so(tmp_path: Path) -> None:
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=HIDDEN, n_layer=LAYERS, n_head=4)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    engine = EmbeddedEngine(str(tmp_path), layers=(1,))
+    assert engine.handshake().notes == ("the model's config names no context length: none is checked",)
+    assert len(capture(engine, [1] * (CONTEXT + 1)).token_ids) == CONTEXT + 1
