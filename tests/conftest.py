@@ -28,11 +28,9 @@ def tiny_dsv3() -> Path:
     return tiny_model_path("dsv3")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _server_environment(request: pytest.FixtureRequest) -> None:
-    """Fail, not skip, when tests that need a server have none to start: a skip would look like a pass."""
-    needed = any(item.get_closest_marker("server") for item in request.session.items)
-    if needed and not SGLANG_PYTHON.exists():
-        pytest.fail(
-            f"{SGLANG_PYTHON} is missing; build it with `make engines`, or leave its tests out with -m 'not server'"
-        )
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail, not skip, a test that needs a server when there is none to start: a skip would look like a pass."""
+    if item.get_closest_marker("server") and not SGLANG_PYTHON.exists():
+        what = f"{SGLANG_PYTHON} is missing"
+        pytest.fail(f"{what}; build it with `make engines`, or leave its tests out with -m 'not server'", pytrace=False)
