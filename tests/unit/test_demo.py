@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hsdump._version import __version__
-from hsdump.demo.run import MARKER, PROMPTS, Places, main
+from hsdump.demo.run import MARKER, PROMPTS, Demo, Places, main
 from hsdump.errors import UsageError
 from hsdump.store import Store
 
@@ -105,3 +105,23 @@ def test_the_whole_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
     shown = capfd.readouterr().out
     for said in ("hsdump prepare", "hsdump extract", "hsdump verify", "What happened", "With a real server"):
         assert said in shown
+
+
+def test_a_step_that_fails_ends_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Demo, "_make_model", lambda _self: None)
+    monkeypatch.setattr(Demo, "_hsdump", lambda _self, verb, *_words: 65 if verb == "prepare" else pytest.fail(verb))
+    assert main(["--out", str(tmp_path / "out")]) == 65
+    assert "the demo ends here: hsdump prepare gave exit code 65" in capsys.readouterr().out
+
+
+def test_stopping_at_the_keyboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(_self: Demo) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Demo, "_make_model", stop)
+    assert main(["--out", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err == "hsdump demo: stopped\n"

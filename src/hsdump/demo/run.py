@@ -32,6 +32,8 @@ MARKER = "made-by-hsdump-demo.txt"
 VERDICTS = {0: "clean", 1: "suspicious", 2: "corrupt"}
 """What the exit codes of `hsdump verify` mean."""
 
+STOPPED = 130
+
 QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
 """For the commands: no progress bar of other libraries, and a proof that nothing is downloaded."""
 
@@ -96,16 +98,17 @@ class Demo:
         places = self.places
         places.start_afresh()
         self._make_model()
-        code = self._hsdump("prepare", _short(PROMPTS), "--model", places.model, "--out", places.samples)
-        if code:
-            return code
         engine = ("--engine", "transformers", "--model", places.model)
-        code = self._hsdump("extract", places.samples, *engine, "--out", places.store)
-        if code:
-            return code
-        code = self._hsdump("verify", places.store)
-        if code not in VERDICTS:
-            return code
+        steps: tuple[tuple[str | Path, ...], ...] = (
+            ("prepare", _short(PROMPTS), "--model", places.model, "--out", places.samples),
+            ("extract", places.samples, *engine, "--out", places.store),
+            ("verify", places.store),
+        )
+        for step in steps:
+            code = self._hsdump(*map(str, step))
+            if code and not (step[0] == "verify" and code in VERDICTS):
+                self._say(f"the demo ends here: hsdump {step[0]} gave exit code {code}")
+                return code
         with Store(places.store) as store:
             summary = self._summary(store, VERDICTS[code])
             places.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
@@ -120,14 +123,13 @@ class Demo:
         make_tiny_model(self.places.model, ARCHITECTURE)
         self.seconds["model"] = round(time.monotonic() - started_s, 2)
 
-    def _hsdump(self, verb: str, *arguments: str | Path) -> int:
+    def _hsdump(self, *words: str) -> int:
         """Run one command as a user would, its output going straight to the terminal."""
-        words = [verb, *map(str, arguments)]
         self._say(f"$ {_as_typed('hsdump')} {shlex.join(words)}")
         started_s = time.monotonic()
         command = [sys.executable, "-m", "hsdump.cli.main", *words]
         code = subprocess.run(command, env={**os.environ, **QUIET}, check=False).returncode
-        self.seconds[verb] = round(time.monotonic() - started_s, 2)
+        self.seconds[words[0]] = round(time.monotonic() - started_s, 2)
         return code
 
     def _say(self, text: str) -> None:
@@ -230,6 +232,9 @@ def main(argv: list[str] | None = None) -> int:
     except HsdumpError as error:
         sys.stderr.write(f"hsdump demo: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("hsdump demo: stopped\n")
+        return STOPPED
 
 
 if __name__ == "__main__":
