@@ -6,14 +6,18 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-import click
 import typer
 
 from hsdump._version import __version__
 from hsdump.errors import HsdumpError, UsageError
 
-VERBS = ("serve", "prepare", "extract")
+VERBS = ("serve", "prepare", "extract", "verify")
 """Modules of `hsdump.cli`, in the order of the job. Each has `add_to(app)`."""
+
+CommandLineError: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
+"""Base of all complaints about the command line. Newer Typers carry their own click, older ones use the package."""
 
 
 def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
@@ -51,11 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     except HsdumpError as error:
         typer.echo(f"hsdump: {error}", err=True)
         return error.exit_code
-    except click.exceptions.Abort:
+    except typer.Abort:
         typer.echo("hsdump: stopped", err=True)
         return 130
-    except click.ClickException as error:
-        error.show()
+    except CommandLineError as error:
+        error.show()  # type: ignore[attr-defined]  # found at run time, see above
         # click's own code is 2, which `hsdump verify` needs for "corrupt".
         return UsageError.exit_code
     return int(code or 0)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
 from hsdump.errors import StoreBusy
+
+TRIES = 5
+PAUSE_S = 0.05
+"""`hsdump verify` looks at the lock by taking it for a moment; that must not refuse a writer."""
 
 
 class WriterLock:
@@ -24,15 +29,13 @@ class WriterLock:
             OSError: the file cannot be made.
         """
         self._fd: int | None = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _taken(self._fd):
             holder = os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "a process that just started"
             os.close(self._fd)
             raise StoreBusy(
                 f"{path.parent} is being written by {holder}",
                 "wait for it to end, or write to another store and join them later with `hsdump store merge`",
-            ) from None
+            )
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -41,3 +44,14 @@ class WriterLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _taken(fd: int) -> bool:
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PAUSE_S)
+        else:
+            return True
+    return False

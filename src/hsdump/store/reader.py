@@ -30,7 +30,7 @@ from hsdump.store.format import (
     TensorEntry,
     shard_path,
 )
-from hsdump.store.index import Event, Failure, Index, IndexedSample, SkippedRow
+from hsdump.store.index import Event, Failure, Index, IndexedSample, IndexedShard, SkippedRow
 from hsdump.store.manifest import Manifest, decode_manifest
 from hsdump.store.recovery import list_shards
 from hsdump.store.shard_reader import map_file, read_header
@@ -132,6 +132,18 @@ class Store:
         if row is None:
             raise IndexError(which)
         return row
+
+    def rows_of(self, shard: int) -> list[IndexedSample]:
+        """Give what the index knows of one shard's samples."""
+        last = self._positions[-1] if len(self) else -1
+        return [row for row in self._index().samples(shard) if row.position <= last]
+
+    def position_of(self, place: int) -> int:
+        """Give the index's lasting number of the sample at a place in the order of commit."""
+        return int(self._positions[place])
+
+    def shards(self) -> list[IndexedShard]:
+        return self._index().shards()
 
     def failures(self) -> dict[str, Failure]:
         """Give the samples that failed, by key."""
