@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hsdump.samples import TokenSample
 from .helpers import LoadRenderer
 
 GOOD = {"messages": [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue."}]}
+SHARE_AS_MESSAGES = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 SHARE = {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}
 
 
@@ -137,6 +139,84 @@ def test_text_without_a_model_is_an_error_and_tokens_are_not(tmp_path: Path) -> 
         list(read_samples([tmp_path / "m.jsonl"], None, PromptOptions()))
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none.jsonl is not a file"):
-        list(read_samples([tmp_path / "none.jsonl"], None, PromptOptions()))
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("none.jsonl", "none.jsonl is not a file\n  fix: pass JSONL, JSON, Parquet, Arrow, TSV or text files"),
+        (
+            "org/chats",
+            "org/chats is not a file\n  fix: for a data set of the hub: hf download --repo-type dataset org/chats",
+        ),
+        ("/", "/ is not a file\n  fix: name the files in it"),
+    ],
+)
+def test_what_is_no_file_is_an_error_before_the_first_row(tmp_path: Path, path: str, message: str) -> None:
+    (tmp_path / "t.jsonl").write_text(lines({"input_ids": [1, 2]}))
+    with pytest.raises(InputError, match=re.escape(message)):
+        next(iter(read_samples([tmp_path / "t.jsonl", Path(path)], None, PromptOptions())))
+
+
+def test_zstd_arrow_and_cut_files(load: LoadRenderer, tmp_path: Path) -> None:
+    text = lines(GOOD, SHARE)
+    with pa.output_stream(tmp_path / "a.zst", compression="zstd") as stream:
+        stream.write(text.encode())
+    table = pa.Table.from_pylist([GOOD, {"messages": SHARE_AS_MESSAGES}])
+    with pa.ipc.new_stream(tmp_path / "stream.arrow", table.schema) as stream:
+        stream.write_table(table)
+    with pa.ipc.new_file(tmp_path / "file.arrow", table.schema) as stream:
+        stream.write_table(table)
+    (tmp_path / "a.jsonl").write_text(text)
+    keys = [sample.key for sample in read(load, tmp_path / "a.jsonl")[0]]
+    assert len(keys) == 2
+    for name in ("a.zst", "stream.arrow", "file.arrow"):
+        assert [sample.key for sample in read(load, tmp_path / name)[0]] == keys, name
+    for name, whole in (("cut.gz", gzip.compress(text.encode())), ("cut.zst", (tmp_path / "a.zst").read_bytes())):
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(InputError, match=f"{name} cannot be read"):
+            read(load, tmp_path / name)
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1" + b"x" * 40)
+    with pytest.raises(InputError, match=r"cut.parquet cannot be read"):
+        read(load, tmp_path / "cut.parquet")
+
+
+def test_tab_separated_with_and_without_a_header(load: LoadRenderer, tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('Name "a" colour.\tBlue.\r\n2+2?\t4\nbroken\n')
+    samples, skips, notes = read(load, tmp_path / "a.tsv")
+    assert (len(samples), notes["shape:pair"]) == (2, 2)
+    assert [(skip.source, skip.reason, skip.detail) for skip in skips] == [
+        ("a.tsv:3", "bad-text", "1 columns, expected 2")
+    ]
+    (tmp_path / "b.tsv").write_text("answer\tquestion\n4\t2+2?\n")
+    assert [sample.key for sample in read(load, tmp_path / "b.tsv")[0]] == [samples[1].key]
+
+
+def test_plain_text_and_what_is_none(load: LoadRenderer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("Once upon a time.\n\nÉt\u00e9\n".encode() + b"\xff\xfe\n")
+    items = list(read_samples([tmp_path / "a.txt"], load(text="all"), PromptOptions(text="all")))
+    assert [item.source for item in items] == ["a.txt:1", "a.txt:3", "a.txt:4"]
+    assert isinstance(items[2], Skip)
+    assert (items[2].reason, items[2].detail) == ("bad-text", "not UTF-8 at byte 0")
+    (tmp_path / "b.bin").write_bytes(b"\x7fELF\0\0")
+    with pytest.raises(InputError, match="in no format known here"):
+        read(load, tmp_path / "b.bin")
+
+
+def test_a_json_file_that_is_no_json_names_its_lines(load: LoadRenderer, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("not json\nnor this\n")
+    _, skips, _ = read(load, tmp_path / "a.jsonl")
+    assert [(skip.source, skip.reason) for skip in skips] == [("a.jsonl:1", "bad-json"), ("a.jsonl:2", "bad-json")]
+
+
+def test_worker_processes_change_nothing(load: LoadRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hsdump.prompts.pipeline._INLINE_ROWS", 3)
+    monkeypatch.setattr("hsdump.prompts.pipeline._BATCH_ROWS", 2)
+    rows = [{"id": n, "messages": [{"role": "user", "content": f"{n}?"}, *GOOD["messages"][1:]]} for n in range(20)]
+    (tmp_path / "a.jsonl").write_text(lines(*rows, {"messages": []}, rows[0]) + "broken\n")
+    alone, together = Notes(), Notes()
+    one_by_one = list(read_samples([tmp_path / "a.jsonl"], load(), PromptOptions(), alone))
+    in_parallel = list(read_samples([tmp_path / "a.jsonl"], load(), PromptOptions(), together, workers=2))
+    assert [(item.source, getattr(item, "key", item)) for item in in_parallel] == [
+        (item.source, getattr(item, "key", item)) for item in one_by_one
+    ]
+    assert alone.counts == together.counts
+    assert [item.reason for item in one_by_one if isinstance(item, Skip)] == ["empty", "duplicate", "bad-json"]

@@ -49,8 +49,7 @@ def read_rows(path: Path) -> Iterator[Row | Skip]:
     Raises:
         InputError: the file is missing, unreadable, or no format that is known here.
     """
-    if not path.is_file():
-        raise InputError(f"input {path} is not a file", _known_inputs(path))
+    check_input(path)
     try:
         with path.open("rb") as file:
             magic = file.read(6)
@@ -63,6 +62,12 @@ def read_rows(path: Path) -> Iterator[Row | Skip]:
                 yield from _text_rows(path, file)
     except (OSError, EOFError, pa.ArrowException) as error:
         raise InputError(f"input {path} cannot be read: {error}", "check the file, it may be cut") from error
+
+
+def check_input(path: Path) -> None:
+    """Raise an InputError that helps when there is no such file."""
+    if not path.is_file():
+        raise InputError(f"input {path} is not a file", _known_inputs(path))
 
 
 def _known_inputs(path: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hsdump.errors import InputError
 from hsdump.prompts.conversation import TokenRow
-from hsdump.prompts.inputs import Row, read_rows
+from hsdump.prompts.inputs import Row, check_input, read_rows
 from hsdump.prompts.options import PromptOptions, RowRefused, Skip
 from hsdump.prompts.renderer import Outcome, Renderer, row_source
 from hsdump.prompts.rows import parse_row
@@ -69,6 +69,8 @@ def read_samples(
     """
     seen: set[bytes] = set()
     notes = Notes() if notes is None else notes
+    for path in inputs:
+        check_input(path)  # all of them now: the last one may be hours away
     rows = (row for path in inputs for row in _rows(path, renderer))
     for outcome in _outcomes(rows, renderer, options, workers):
         notes.add(outcome)
