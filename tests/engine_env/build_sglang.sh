@@ -18,8 +18,9 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 pip install -q pip==26.3
 pip install -q torch==2.14.1 torchvision==0.29.1
-pip install -q --no-deps "sglang==$sglang_version"
 pip install -q -r "$here/requirements.txt"
+# Last, or pip would list the packages that it misses as errors.
+pip install -q --no-deps "sglang==$sglang_version"
 
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 cp -r "$here/sgl_kernel" "$packages/"
