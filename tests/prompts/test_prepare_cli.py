@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -50,6 +51,7 @@ def test_writes_samples_that_are_input_again(rows: Path, model: Path, tmp_path: 
     assert isinstance(sample, TokenSample)
     assert (sample.source, len(sample.input_ids)) == ("a", report["tokens"])
     assert int(sample.loss_mask.sum()) == report["loss_tokens"]
+    assert pq.read_table(out).column("mask").to_pylist() == ["sentinel"]
     assert read_settings(out)["template_digest"] == report["settings"]["template_digest"]
 
 

@@ -120,9 +120,9 @@ def _byte_level() -> FastTokens:
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     renderer = Renderer.load(str(make_model(tmp_path / "a", CHATML)), PromptOptions())
     with writing_samples(tmp_path / "s.parquet", {"tokenizer_digest": "0" * 32}) as file:
-        file.append(one(renderer, chat("a", "b")))
+        file.append(one(renderer, chat("a", "b")), "sentinel")
     with pytest.raises(InputError, match="prepared with another tokenizer"):
         list(read_samples([tmp_path / "s.parquet"], renderer, renderer.options))
     with writing_samples(tmp_path / "t.parquet", {"tokenizer_digest": renderer.tokenizer_digest}) as file:
-        file.append(one(renderer, chat("a", "b")))
+        file.append(one(renderer, chat("a", "b")), "sentinel")
     assert len(list(read_samples([tmp_path / "t.parquet"], renderer, renderer.options))) == 1

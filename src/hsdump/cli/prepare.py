@@ -14,9 +14,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hsdump.cli.output import Result, emit
 from hsdump.errors import InputError, UsageError
-from hsdump.prompts import PromptOptions, Renderer, Skip, read_samples
+from hsdump.prompts import PromptOptions, Renderer, Skip
 from hsdump.prompts.options import DEFAULT_DATE
 from hsdump.prompts.page import Page
+from hsdump.prompts.pipeline import read_masked
 from hsdump.prompts.report import PrepareReport
 from hsdump.prompts.samples_file import writing_samples
 from hsdump.prompts.show import show_sample
@@ -79,12 +80,15 @@ def prepare(
     report = PrepareReport(settings=settings)
     page = Page(tokens=renderer.tokens if renderer else None)
     with writing_samples(out, settings) as file, _progress(report) as progress:
-        for item in read_samples(inputs, renderer, options, report.notes, workers=workers or _cores()):
+        for item in read_masked(inputs, renderer, options, report.notes, workers=workers or _cores()):
             progress()
-            report.add(item)
-            if not isinstance(item, Skip):
-                file.append(item)
-                page.add(item)
+            if isinstance(item, Skip):
+                report.add(item)
+                continue
+            sample, mask = item
+            report.add(sample)
+            file.append(sample, mask)
+            page.add(sample)
         if not report.samples:
             raise InputError(_nothing_left(report), "see the reasons above; rows are named by file and line")
     data = report.data()

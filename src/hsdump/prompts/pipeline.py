@@ -67,6 +67,19 @@ def read_samples(
     Raises:
         InputError: a file that cannot be read, or a row that needs a tokenizer when there is none.
     """
+    for item in read_masked(inputs, renderer, options, notes, workers=workers):
+        yield item if isinstance(item, Skip) else item[0]
+
+
+def read_masked(
+    inputs: Sequence[Path],
+    renderer: Renderer | None,
+    options: PromptOptions,
+    notes: Notes | None = None,
+    *,
+    workers: int = 1,
+) -> Iterator[tuple[TokenSample, str] | Skip]:
+    """Do as `read_samples`, and give with each sample how its mask was found."""
     seen: set[bytes] = set()
     notes = Notes() if notes is None else notes
     for path in inputs:
@@ -75,13 +88,13 @@ def read_samples(
     for outcome in _outcomes(rows, renderer, options, workers):
         notes.add(outcome)
         yield from outcome.skips
-        for sample in outcome.samples:
+        for sample, strategy in zip(outcome.samples, outcome.strategies, strict=True):
             key = bytes.fromhex(sample.key)
             if key in seen:
                 yield Skip(source=sample.source, reason="duplicate", detail=f"same tokens and mask as {sample.key}")
                 continue
             seen.add(key)
-            yield sample
+            yield sample, strategy
 
 
 def _rows(path: Path, renderer: Renderer | None) -> Iterator[Row | Skip]:
@@ -170,4 +183,4 @@ def tokens_only(row: Row, options: PromptOptions) -> Outcome:
         sample = token_sample(parsed, source=source, vocab_size=options.vocab_size, options=options)
     except RowRefused as refused:
         return Outcome(skips=(Skip(source=source, reason=refused.reason, detail=refused.detail),))
-    return Outcome(samples=(sample,), notes=Counter({f"shape:{shape}": 1}))
+    return Outcome(samples=(sample,), strategies=("given",), notes=Counter({f"shape:{shape}": 1}))

@@ -31,6 +31,9 @@ class Outcome:
     """What one row became."""
 
     samples: tuple[TokenSample, ...] = ()
+    strategies: tuple[str, ...] = ()
+    """How each sample's mask was found: a `Strategy`, or `given` for tokenized rows."""
+
     skips: tuple[Skip, ...] = ()
     notes: Counter[str] = field(default_factory=Counter)
     """Things worth a line in the report: `shape:messages`, `mask:sentinel`, `thinking-lost`, `tokens-straddling`."""
@@ -115,7 +118,7 @@ class Renderer:
             notes[f"shape:{shape}"] += 1
             if isinstance(parsed, TokenRow):
                 sample = token_sample(parsed, source=source, vocab_size=self.vocab_size, options=self.options)
-                return Outcome(samples=(sample,), notes=notes)
+                return Outcome(samples=(sample,), strategies=("given",), notes=notes)
             if isinstance(parsed, TextRow):
                 return self._text(source, parsed.text, notes)
             return self._conversation(source, parsed, notes)
@@ -135,12 +138,13 @@ class Renderer:
             layout = self._chat_text.layout(text)
             turns = layout.turns if self.options.turns == "all" else layout.turns[-1:]
         notes[f"mask:{layout.strategy}"] += 1
-        return Outcome(samples=(self._tokens(source, layout, turns, notes, bos=True),), notes=+notes)
+        sample = self._tokens(source, layout, turns, notes, bos=True)
+        return Outcome(samples=(sample,), strategies=(layout.strategy,), notes=+notes)
 
     def _conversation(self, source: str, conversation: Conversation, notes: Counter[str]) -> Outcome:
         messages = self._thinking_policy(conversation.messages)
         self._check_text(replace(conversation, messages=messages))
-        samples: list[TokenSample] = []
+        made: list[tuple[TokenSample, str]] = []
         skips: list[Skip] = []
         open_turns = set(conversation.assistant_turns() if self.options.turns == "all" else [len(messages) - 1])
         whole = True
@@ -151,7 +155,7 @@ class Renderer:
             whole = whole and done == open_turns
             part = source if whole else f"{source}#turn{last}"
             try:
-                samples.append(self._tokens(part, layout, turns, notes))
+                made.append((self._tokens(part, layout, turns, notes), layout.strategy))
             except RowRefused as refused:
                 skips.append(Skip(source=part, reason=refused.reason, detail=refused.detail))
                 if refused.reason == "too-long" and self.options.too_long == "split":
@@ -159,9 +163,10 @@ class Renderer:
             else:
                 self._note(layout, turns, notes)
             open_turns -= done
-        if len(samples) > 1:
+        if len(made) > 1:
             notes["rows-cut-at-turns"] += 1
-        return Outcome(samples=tuple(reversed(samples)), skips=tuple(skips), notes=+notes)
+        samples, strategies = tuple(sample for sample, _ in made[::-1]), tuple(name for _, name in made[::-1])
+        return Outcome(samples=samples, strategies=strategies, skips=tuple(skips), notes=+notes)
 
     def _note(self, layout: Layout, turns: Sequence[TurnSpan], notes: Counter[str]) -> None:
         notes[f"mask:{layout.strategy}"] += 1

@@ -1,7 +1,8 @@
 """The file that `hsdump prepare` writes and `hsdump extract` reads again: one Parquet row a sample.
 
 Columns: `input_ids` list<int32>, `loss_mask` list<uint8> of the same length, `source` and `digest` (the sample's key)
-as text. The schema's metadata key `hsdump` holds JSON: what made the tokens.
+as text, and `mask`, how the mask was found (`generation`, `sentinel`, `prefix`, `all`, `given`). The schema's metadata
+key `hsdump` holds JSON: what made the tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.uint8())),
         ("source", pa.string()),
         ("digest", pa.string()),
+        ("mask", pa.string()),
     ]
 )
 _GROUP_TOKENS = 4 << 20
@@ -38,10 +40,12 @@ class SamplesWriter:
     def __init__(self, writer: pq.ParquetWriter) -> None:
         self._writer = writer
         self._rows: list[TokenSample] = []
+        self._masks: list[str] = []
         self._tokens = 0
 
-    def append(self, sample: TokenSample) -> None:
+    def append(self, sample: TokenSample, mask: str) -> None:
         self._rows.append(sample)
+        self._masks.append(mask)
         self._tokens += len(sample.input_ids)
         if self._tokens >= _GROUP_TOKENS:
             self.flush()
@@ -49,6 +53,7 @@ class SamplesWriter:
     def flush(self) -> None:
         """Write what is waiting as one row group."""
         rows, self._rows, self._tokens = self._rows, [], 0
+        masks, self._masks = self._masks, []
         if not rows:
             return
         columns = [
@@ -56,6 +61,7 @@ class SamplesWriter:
             pa.array([row.loss_mask for row in rows], type=_SCHEMA.field("loss_mask").type),
             pa.array([row.source for row in rows], type=pa.string()),
             pa.array([row.key for row in rows], type=pa.string()),
+            pa.array(masks, type=pa.string()),
         ]
         self._writer.write_table(pa.Table.from_arrays(columns, schema=self._writer.schema))
 
