@@ -225,30 +225,53 @@ def decode_header(block: bytes, file_bytes: int, where: str) -> ShardHeader:
     blank = b"".join((block[:_CHECKSUM_AT], _NO_CHECKSUM, block[_CHECKSUM_AT + 32 :]))
     if not block[8:].startswith(_HEADER_START) or xxh3(blank).encode() != checksum:
         raise _corrupt(where, "its header does not have the checksum that it was written with")
+    try:
+        header = _parse(block, checksum.decode(), file_bytes)
+    except (msgspec.MsgspecError, KeyError, ValueError) as error:
+        raise _corrupt(where, f"its header is not one that hsdump writes ({type(error).__name__}: {error})") from None
+    if header.file_bytes != file_bytes:
+        raise _corrupt(where, f"it has {file_bytes} bytes instead of {header.file_bytes}")
+    return header
+
+
+def _parse(block: bytes, checksum: str, file_bytes: int) -> ShardHeader:
+    """Read a header whose checksum holds; raises whatever a hostile one leads to."""
     metadata = msgspec.json.decode(block[8:], type=_Header).metadata
     infos = msgspec.json.decode(block[8:], type=dict[str, dict[str, object]])
     infos.pop("__metadata__")
     tensors = {name: msgspec.convert(info, _TensorInfo) for name, info in infos.items()}
     data_at = len(block)
-    end = max((info.data_offsets[1] for info in tensors.values()), default=0)
-    if file_bytes != data_at + end:
-        raise _corrupt(where, f"it has {file_bytes} bytes instead of {data_at + end}")
+    data_bytes = _check_layout(tensors, file_bytes - data_at)
+    metas = msgspec.json.decode(metadata["samples"], type=list[_SampleMeta])
+    samples = [_record_of(meta, tensors, data_at) for meta in metas]
+    pads = {name: info for name, info in tensors.items() if name.startswith(PAD_PREFIX)}
+    if sum(len(record.tensors) for record in samples) + len(pads) != len(tensors):
+        raise ValueError("tensors and samples do not match")
     return ShardHeader(
         number=int(metadata["shard"]),
-        checksum=checksum.decode(),
+        checksum=checksum,
         manifest=msgspec.json.decode(metadata["manifest"], type=Manifest),
         manifest_digest=metadata["manifest_digest"],
-        samples=[
-            _record_of(meta, tensors, data_at)
-            for meta in msgspec.json.decode(metadata["samples"], type=list[_SampleMeta])
-        ],
-        pads=[
-            (data_at + info.data_offsets[0], info.shape[0])
-            for name, info in tensors.items()
-            if name.startswith(PAD_PREFIX)
-        ],
-        file_bytes=file_bytes,
+        samples=samples,
+        pads=[(data_at + info.data_offsets[0], info.shape[0]) for info in pads.values()],
+        file_bytes=data_at + data_bytes,
     )
+
+
+def _check_layout(tensors: dict[str, _TensorInfo], data_bytes: int) -> int:
+    """Prove that tensors follow each other without hole or overlap, aligned, each as long as its shape says."""
+    end = 0
+    for name, info in tensors.items():
+        start, stop = info.data_offsets
+        size = tensor_bytes(info.dtype, info.shape)
+        if start != end or stop - start != size or min(info.shape, default=1) < 0:
+            raise ValueError(f"{name} at {start}..{stop} after {end}, its shape takes {size} bytes")
+        if start % ALIGNMENT and not name.startswith(PAD_PREFIX):
+            raise ValueError(f"{name} at {start} is not aligned")
+        end = stop
+    if end < data_bytes:
+        raise ValueError(f"{data_bytes - end} bytes belong to no tensor")
+    return end
 
 
 def header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:

@@ -5,7 +5,9 @@ Letters: S = tokens of one sample, H = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ from hsdump.arrays import NUMPY_DTYPES, StateArray
 from hsdump.errors import StoreError, StoreMismatch
 from hsdump.samples import TokenSample
 from hsdump.store import recovery
-from hsdump.store.codecs import Encoded, check_codec, encode_state
+from hsdump.store.codecs import Encoded, EncodedState, check_codec, encode_state
 from hsdump.store.format import (
     INPUT_IDS,
     LOCK_NAME,
@@ -47,6 +49,9 @@ class WriterOptions:
     shard_bytes: int = 1 << 30
     """A shard that reached this size takes no further sample. One commit may hold several shards."""
 
+    codec_threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    """States encoded at a time by a codec other than raw."""
+
     fs: Fs = field(default_factory=Fs)
     """Where disk operations go; tests break it."""
 
@@ -70,6 +75,7 @@ class StoreWriter:
         self._next_number = recovery.next_shard_number(path, index)
         self._broken: str | None = None
         self._closed = False
+        self._pool: ThreadPoolExecutor | None = None
 
     @classmethod
     def open(cls, path: Path, manifest: Manifest, *, options: WriterOptions | None = None) -> StoreWriter:
@@ -145,9 +151,12 @@ class StoreWriter:
             INPUT_IDS: [_plain("I64", np.ascontiguousarray(sample.input_ids, "<i8"))],
             LOSS_MASK: [_plain("U8", np.ascontiguousarray(sample.loss_mask, np.uint8))],
         }
-        for name, state_SH in zip(self._shape.names, states, strict=True):
-            parts[name] = encode_state(self.manifest.codec, state_SH, self._shape)
-        record = _record(sample, parts, self.manifest.codec, attempts)
+        errors = {}
+        for name, encoded in zip(self._shape.names, self._encode(states), strict=True):
+            parts[name] = encoded.parts
+            if encoded.error is not None:
+                errors[name] = encoded.error
+        record = _record(sample, parts, self.manifest.codec, attempts, errors)
         with self._all_or_broken():
             flat = [part for group in parts.values() for part in group]
             self._shard_for(record).append(record, flat)
@@ -207,6 +216,8 @@ class StoreWriter:
         if self._closed:
             return
         self._closed = True
+        if self._pool is not None:
+            self._pool.shutdown()
         try:
             if self._broken is None:
                 self._flush_skips()
@@ -224,6 +235,15 @@ class StoreWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _encode(self, states: Sequence[StateArray]) -> Iterable[EncodedState]:
+        """Encode states side by side; numpy and blosc2 let go of the interpreter lock."""
+        codec, shape = self.manifest.codec, self._shape
+        if codec == "raw":
+            return [encode_state(codec, state_SH, shape) for state_SH in states]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._options.codec_threads, "hsdump-codec")
+        return self._pool.map(lambda state_SH: encode_state(codec, state_SH, shape), states)
 
     def _shard_for(self, record: SampleRecord) -> ShardWriter:
         if self._shards:
@@ -320,7 +340,9 @@ def _plain(dtype: str, data: NDArray[Any]) -> Encoded:
     return Encoded(dtype=dtype, shape=list(data.shape), data=data)
 
 
-def _record(sample: TokenSample, parts: dict[str, list[Encoded]], codec: str, attempts: int) -> SampleRecord:
+def _record(
+    sample: TokenSample, parts: dict[str, list[Encoded]], codec: str, attempts: int, errors: dict[str, float]
+) -> SampleRecord:
     entries = [
         TensorEntry(
             name=name + part.suffix,
@@ -341,4 +363,5 @@ def _record(sample: TokenSample, parts: dict[str, list[Encoded]], codec: str, at
         num_learned=int(np.count_nonzero(sample.loss_mask)),
         attempts=attempts,
         tensors=entries,
+        errors=errors,
     )
