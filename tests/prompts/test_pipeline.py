@@ -12,14 +12,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hsdump.errors import InputError
 from hsdump.prompts import Notes, PromptOptions, Skip, read_samples
+from hsdump.prompts.inputs import read_rows
 from hsdump.samples import TokenSample
 
 from .helpers import LoadRenderer
 
 GOOD = {"messages": [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue."}]}
+PIECES = [b"{", b"}", b"[", b"]", b"\n", b" ", b",", b'{"a": 1}', b'"', b"\xff", b"\xc3", b"\xa9", b"1", b"\t", b"\0",
+          b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf", b"\\ud83d", b"ARROW1", b"\xff\xff\xff\xff", b"\x28\xb5\x2f\xfd"]  # fmt: skip
 SHARE_AS_MESSAGES = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 SHARE = {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}
 
@@ -220,3 +225,21 @@ def test_worker_processes_change_nothing(load: LoadRenderer, tmp_path: Path, mon
     ]
     assert alone.counts == together.counts
     assert [item.reason for item in one_by_one if isinstance(item, Skip)] == ["empty", "duplicate", "bad-json"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.binary(max_size=60)
+    | st.lists(st.sampled_from(PIECES), max_size=12).map(b"".join)
+    | st.lists(st.sampled_from(PIECES), max_size=12).map(lambda pieces: gzip.compress(b"".join(pieces))),
+    name=st.sampled_from(["a.jsonl", "a.json", "a.txt", "a.tsv", "a"]),
+)
+def test_whatever_a_file_holds_is_read_or_refused_by_name(tmp_path: Path, data: bytes, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    named = []
+    try:
+        named = [item.source for item in read_rows(path)]
+    except InputError as error:
+        named = [str(error)]
+    assert all(name in text for text in named)

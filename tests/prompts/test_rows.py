@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hsdump.prompts import PromptOptions, Renderer
+from hsdump.prompts.inputs import Row
 
 from . import templates as t
 from .helpers import LoadRenderer, chat, learned, make_model, one, skip
 
+KEYS = st.sampled_from(
+    ["messages", "conversations", "role", "from", "value", "content", "type", "text", "tool_calls", "function", "name",
+     "arguments", "tools", "input_ids", "loss_mask", "prompt", "completion", "instruction", "output", "instances", "id",
+     "history", "turns", "chosen", "system", "reasoning_content", "function_call", "weight", "images"]
+)  # fmt: skip
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -115,3 +124,54 @@ def test_bos_is_there_exactly_once(tmp_path: Path) -> None:
         assert (ids[0], ids.count(bos)) == (bos, 1)
     twice = Renderer.load(str(folder), PromptOptions(chat_template="{{ bos_token }}" + t.TRIMMED))
     assert skip(twice, chat("Hi", "Hello").value).reason == "two-bos"
+
+
+@pytest.mark.parametrize("off", [{"weight": 0}, {"loss_weight": 0.0}, {"train": False}])
+def test_turns_that_the_data_takes_out_are_context(load: LoadRenderer, off: dict[str, Any]) -> None:
+    row = chat("a", "b", "c", "d").value
+    row["messages"][1] |= off
+    row["messages"][3]["loss_weight"] = 0.5
+    renderer = load()
+    assert learned(renderer, one(renderer, row)) == "d<|im_end|>"
+    row["messages"][3] |= off
+    assert skip(renderer, row).reason == "no-trainable-tokens"
+
+
+def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, None)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        {"name": "default", "template": t.CHATML},
+        {"name": "tool_use", "template": t.CALLS_ESCAPE_TEXT},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    renderer = Renderer.load(str(folder), PromptOptions())
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert text_of(renderer, {"tools": [tool], **chat("a", "b").value}).startswith("<|obs|>[{")
+    assert text_of(renderer, chat("a", "b")).startswith("<|im_start|>user")
+    single = Renderer.load(str(folder), PromptOptions(chat_template=t.CHATML))
+    assert single.template_digest != renderer.template_digest
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["assistant", "user"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=JSON | st.fixed_dictionaries({"messages": st.lists(st.dictionaries(KEYS, JSON), max_size=4)}))
+def test_whatever_json_holds_becomes_a_sample_or_a_named_skip(load: LoadRenderer, value: Any) -> None:
+    if "r" not in _RENDERER:
+        _RENDERER["r"] = load(t.CALLS_ESCAPE_TEXT)
+    outcome = _RENDERER["r"].outcome(Row(source="r", value=value))
+    assert outcome.samples or outcome.skips
+
+
+_RENDERER: dict[str, Renderer] = {}

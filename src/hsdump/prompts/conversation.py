@@ -23,6 +23,9 @@ class Message:
     tool_calls: tuple[dict[str, Any], ...] = ()
     """OpenAI's form; `arguments` is a mapping, or text where the data's JSON is broken."""
 
+    learn: bool = True
+    """False where the data itself says that this turn carries no loss."""
+
     extra: dict[str, Any] = field(default_factory=dict)
     """`name`, `tool_call_id`."""
 
@@ -56,8 +59,9 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
 
-    def assistant_turns(self) -> list[int]:
-        return [index for index, message in enumerate(self.messages) if message.role == "assistant"]
+    def learned_turns(self) -> list[int]:
+        """Give the places of the assistant's turns, without those that the data takes out."""
+        return [index for index, m in enumerate(self.messages) if m.role == "assistant" and m.learn]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

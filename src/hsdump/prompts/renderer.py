@@ -45,6 +45,9 @@ class Renderer:
 
     tokens: Tokens
     template: Template | None
+    tools_template: Template | None
+    """For rows with tools, where the model has a template of its own for them; else the same."""
+
     options: PromptOptions
     tokenizer_digest: str
     """xxh3 of the tokenizer's files."""
@@ -54,7 +57,10 @@ class Renderer:
     bos_token: str | None
 
     def __post_init__(self) -> None:
-        self._finder = MaskFinder(template=self.template, control_tokens=self.tokens.added) if self.template else None
+        self._finder, self._tools_finder = (
+            MaskFinder(template=template, control_tokens=self.tokens.added) if template else None
+            for template in (self.template, self.tools_template)
+        )
         self._chat_text = ChatText(finder=self._finder) if self._finder else None
         # Every one is a piece of text that would become a single token wherever it stands.
         self._control = tuple(text for text in self.tokens.special.values() if text.strip())
@@ -73,11 +79,15 @@ class Renderer:
             if role not in set(ROLES.values()):
                 known = ", ".join(sorted(set(ROLES.values())))
                 raise UsageError(f"role {name!r} is mapped to {role!r}", f"map it to one of {known}")
-        text = options.chat_template or _template_text(tokenizer)
+        texts = (options.chat_template,) * 2 if options.chat_template else _template_texts(tokenizer)
         special = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        template, tools_template = (
+            Template(text=text, special_tokens=special, date=date) if text else None for text in texts
+        )
         return cls(
             tokens=tokens,
-            template=Template(text=text, special_tokens=special, date=date) if text else None,
+            template=template,
+            tools_template=tools_template,
             options=options,
             tokenizer_digest=tokenizer_digest(model_path, tokens),
             vocab_size=options.vocab_size or len(tokenizer),
@@ -88,7 +98,8 @@ class Renderer:
     @property
     def template_digest(self) -> str:
         """xxh3 of the template's text; of nothing when the model has none."""
-        return xxh3((self.template.text if self.template else "").encode())
+        texts = dict.fromkeys(template.text for template in (self.template, self.tools_template) if template)
+        return xxh3(*(text.encode() for text in texts))
 
     @property
     def date(self) -> str:
@@ -146,7 +157,8 @@ class Renderer:
         self._check_text(replace(conversation, messages=messages))
         made: list[tuple[TokenSample, str]] = []
         skips: list[Skip] = []
-        open_turns = set(conversation.assistant_turns() if self.options.turns == "all" else [len(messages) - 1])
+        learned = conversation.learned_turns()
+        open_turns = set(learned if self.options.turns == "all" else learned[-1:])
         whole = True
         while open_turns:
             last = max(open_turns)
@@ -182,14 +194,16 @@ class Renderer:
         The last turn is always among them: no other rendering would show more of it. An earlier turn whose thinking is
         left out here waits for a rendering that ends with it, unless the template shows thinking nowhere.
         """
-        if self._finder is None or self.template is None:
+        finder = self._tools_finder if tools else self._finder
+        if finder is None:
             raise InputError(
                 "the model has no chat template, and a row holds messages",
                 "pass --chat-template FILE, or rows that have input_ids already",
             )
-        layout = self._finder.layout(template_messages(self.template, messages), tools)
+        template = finder.template
+        layout = finder.layout(template_messages(template, messages), tools)
         turns = [turn for turn in layout.turns if turn.message in open_turns]
-        if self.options.thinking != "template" and turns[-1].thinking_kept and self.template.shows_thinking:
+        if self.options.thinking != "template" and turns[-1].thinking_kept and template.shows_thinking:
             turns = [turn for turn in turns if turn.thinking_kept]
         lost = [turn.message for turn in turns if not turn.thinking_kept]
         if lost and self.options.thinking == "require":
@@ -299,11 +313,13 @@ def row_source(row: Row) -> str:
     return row.source
 
 
-def _template_text(tokenizer: Any) -> str | None:
+def _template_texts(tokenizer: Any) -> tuple[str | None, str | None]:
+    """Give the template for rows without and with tools, chosen as transformers chooses."""
     template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default") or next(iter(template.values()), None)
-    return template or None
+    if not isinstance(template, dict):
+        return template or None, template or None
+    default = template.get("default") or next(iter(template.values()), None)
+    return default, template.get("tool_use") or default
 
 
 def _date(text: str) -> datetime:

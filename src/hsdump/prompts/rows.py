@@ -43,6 +43,9 @@ _MEDIA_PARTS = frozenset({"image", "image_url", "input_image", "video", "video_u
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _THINKING_PARTS = frozenset({"reasoning", "thinking"})
 _THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_WEIGHT_KEYS = ("weight", "loss_weight", "train")
+"""Keys of a turn that say with 0 or false that it is not learned. Other weights count as 1: a mask has no shades."""
+
 _LIST_KEYS = ("messages", "conversations", "conversation")
 _PAIR_KEYS = (
     ("prompt", ("completion", "response", "answer", "output")),
@@ -154,8 +157,11 @@ def finish(messages: list[Message], tools: tuple[dict[str, Any], ...]) -> Conver
     last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=None)
     if last is None:
         raise RowRefused("no-assistant-turn", "nothing to learn: no turn of the assistant")
-    if all(message.is_blank for message in messages if message.role == "assistant"):
+    replies = [message for message in messages if message.role == "assistant"]
+    if all(message.is_blank for message in replies):
         raise RowRefused("no-trainable-tokens", "every turn of the assistant is empty")
+    if not any(message.learn for message in replies):
+        raise RowRefused("no-trainable-tokens", "the row gives every turn of the assistant the weight 0")
     return Conversation(messages=tuple(_with_call_ids(messages[: last + 1])), tools=tools)
 
 
@@ -201,8 +207,13 @@ def _message(turn: Any, index: int, options: PromptOptions) -> Message:
         content=content,
         thinking=thinking if role == "assistant" else None,
         tool_calls=tuple(calls),
+        learn=not any(_is_off(turn[key]) for key in _WEIGHT_KEYS if key in turn),
         extra=extra,
     )
+
+
+def _is_off(weight: Any) -> bool:
+    return isinstance(weight, bool | int | float) and not weight
 
 
 def _content(content: Any, index: int) -> tuple[str, str | None, list[dict[str, Any]]]:
@@ -220,7 +231,9 @@ def _content(content: Any, index: int) -> tuple[str, str | None, list[dict[str, 
         if isinstance(part, str):
             texts.append(part)
             continue
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping):
+            raise RowRefused("unknown-part", f"turn {index} has a part that is {type(part).__name__}")
+        kind = part.get("type")
         text = next((part[key] for key in ("text", "value", "content") if isinstance(part.get(key), str)), None)
         if kind in _MEDIA_PARTS:
             raise RowRefused("image-content", f"image content is not supported: turn {index} has a {kind!r} part")
