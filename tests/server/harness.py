@@ -15,7 +15,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 
@@ -27,9 +26,9 @@ STOP_LIMIT_S = 30.0
 
 _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONDONTWRITEBYTECODE": ""}
 _CPU_ARGS = (
-    "--device cpu --host 127.0.0.1 --attention-backend torch_native --mem-fraction-static 0.1 "
-    "--max-total-tokens 20000 --skip-server-warmup"
-).split()
+    *("--device", "cpu", "--host", "127.0.0.1", "--attention-backend", "torch_native"),
+    *("--mem-fraction-static", "0.1", "--max-total-tokens", "20000"),
+)
 _MLA_PLUGIN = Path(__file__).parent / "mla_on_cpu"
 """A test-only plugin: SGLang's default MLA path cannot run on torch_native."""
 
@@ -50,6 +49,9 @@ class SglangServer:
     version: str | None = None
     """Another release than the installed one: a folder name under `.cache/sglang-<version>`."""
 
+    warm_up: bool = False
+    """With SGLang's own warm-up request, which makes the start slower."""
+
     tp: int = 1
     env: dict[str, str] = field(default_factory=dict)
     port: int = 0
@@ -59,17 +61,19 @@ class SglangServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def __enter__(self) -> SglangServer:
+    def __enter__(self) -> SglangServer:  # noqa: PYI034 - typing.Self is 3.11
         self.port = self.port or _free_port()
         self.start()
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
         """Start it and wait until it serves."""
         args = [*_CPU_ARGS, "--model-path", str(self.model), "--port", str(self.port), *self.sglang_args]
+        if not self.warm_up:
+            args.append("--skip-server-warmup")
         if self.tp > 1:
             args += ["--tp", str(self.tp), "--disable-custom-all-reduce"]
         command = [str(SGLANG_PYTHON), "-m", "sglang.launch_server", *args]

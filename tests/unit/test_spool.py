@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hsdump.errors import SpoolError
+from hsdump.locks import AliveLock, is_held
 from hsdump.schema import StateShape
 from hsdump.spool.entry import decode_header, encode_header, entry_bytes
-from hsdump.locks import AliveLock, is_held
 from hsdump.spool.names import Rid, SpoolPaths, new_run
 from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
 from hsdump.spool.sweep import sweep_dead_clients, sweep_dead_spools

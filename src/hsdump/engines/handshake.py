@@ -23,7 +23,7 @@ from hsdump.spool.names import PREFIX, SHARED_MEMORY, Rid
 from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
 
 HELLO_TOKENS = 4
-HELLO_WAIT_S = 20.0
+HELLO_WAIT_S = 10.0
 
 REMEDY = (
     "start the server with `hsdump serve -- <your SGLang arguments>`; if its log says that the plugin hsdump failed, "
