@@ -24,7 +24,8 @@ from .helpers import LoadRenderer
 
 GOOD = {"messages": [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue."}]}
 PIECES = [b"{", b"}", b"[", b"]", b"\n", b" ", b",", b'{"a": 1}', b'"', b"\xff", b"\xc3", b"\xa9", b"1", b"\t", b"\0",
-          b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf", b"\\ud83d", b"ARROW1", b"\xff\xff\xff\xff", b"\x28\xb5\x2f\xfd"]  # fmt: skip
+          b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf", b"\\ud83d", b"ARROW1", b"\xff\xff\xff\xff",
+          b"\x28\xb5\x2f\xfd"]  # fmt: skip
 SHARE_AS_MESSAGES = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 SHARE = {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}
 

@@ -126,3 +126,13 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     with writing_samples(tmp_path / "t.parquet", {"tokenizer_digest": renderer.tokenizer_digest}) as file:
         file.append(one(renderer, chat("a", "b")), "sentinel")
     assert len(list(read_samples([tmp_path / "t.parquet"], renderer, renderer.options))) == 1
+
+
+def test_a_tokenizers_own_truncation_and_padding_are_off(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, CHATML)
+    plain = one(Renderer.load(str(folder), PromptOptions()), chat("a", "word " * 40))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(max_length=8)
+    tokenizer.enable_padding(length=2000, pad_token="<|pad|>", pad_id=4)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert one(Renderer.load(str(folder), PromptOptions()), chat("a", "word " * 40)).key == plain.key

@@ -52,6 +52,9 @@ class FastTokens:
     added: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        # A tokenizer.json may ask for either; transformers switches both off for each call, and so must we.
+        self.backend.no_truncation()
+        self.backend.no_padding()
         decoder = self.backend.get_added_tokens_decoder()
         special = {number: token.content for number, token in decoder.items() if token.special}
         object.__setattr__(self, "special", special)
