@@ -90,7 +90,8 @@ class Renderer:
             tools_template=tools_template,
             options=options,
             tokenizer_digest=tokenizer_digest(model_path, tokens),
-            vocab_size=options.vocab_size or len(tokenizer),
+            # Ids may have gaps, so the number of tokens is not the bound.
+            vocab_size=options.vocab_size or max([len(tokenizer) - 1, *tokenizer.get_vocab().values()]) + 1,
             bos_id=tokenizer.bos_token_id,
             bos_token=tokenizer.bos_token,
         )
