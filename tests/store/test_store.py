@@ -129,6 +129,7 @@ def test_a_reader_keeps_its_view_until_it_refreshes(tmp_path: Path) -> None:
         assert_equal(store, second[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that a fork is survived is the point
 def test_a_store_travels_by_pickle_and_survives_a_fork(tmp_path: Path) -> None:
     made = fill(tmp_path / "store", range(3))
     store = Store(tmp_path / "store")

@@ -30,7 +30,7 @@ def to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
         Bits, same shape.
     """
     bits = np.ascontiguousarray(values).view(np.uint32)
-    sign = (bits >> 24).astype(np.uint8) & 0x80
+    sign = ((bits >> 24) & 0x80).astype(np.uint8)
     magnitude = bits & 0x7FFFFFFF
     # Normal numbers: keep 3 of 23 mantissa bits, then move the exponent from bias 127 to bias 7.
     rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
@@ -39,8 +39,7 @@ def to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     with np.errstate(invalid="ignore", over="ignore"):
         subnormal = (small + _SHIFT_SUBNORMAL).view(np.uint32) - _SHIFT_SUBNORMAL.view(np.uint32)
         result: NDArray[np.uint32] = np.where(small < _SUBNORMAL, subnormal, normal)
-    codes: NDArray[np.uint8] = result.astype(np.uint8) | sign
-    return codes
+    return np.bitwise_or(result.astype(np.uint8), sign, dtype=np.uint8)
 
 
 def _table() -> NDArray[np.float32]:

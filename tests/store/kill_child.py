@@ -1,0 +1,37 @@
+"""The process that `test_kill.py` kills: adds and commits for ever, and tells which keys were promised."""
+
+from __future__ import annotations
+
+import random
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from hsdump.store import StoreWriter, WriterOptions
+from tests.store.making import Made, make_manifest, make_sample
+
+MANIFEST = make_manifest()
+LARGE_TOKENS = 100_000
+"""4.8 MB of states: beyond what a shard keeps in memory."""
+
+
+def sample_of(number: int) -> Made:
+    """Every fortieth sample is large."""
+    return make_sample(number, MANIFEST, num_tokens=LARGE_TOKENS if number % 40 == 39 else None)
+
+
+def write_for_ever(path: Path, first: int, pipe: Connection) -> None:
+    """Send the numbers of samples after each commit."""
+    choose = random.Random(first)
+    with StoreWriter.open(path, MANIFEST, options=WriterOptions(shard_bytes=3000)) as writer:
+        pipe.send("open")
+        number = first
+        while True:
+            batch = [sample_of(number + step) for step in range(choose.randint(1, 6))]
+            for one in batch:
+                writer.add(one.sample, one.states)
+                if choose.random() < 0.1:
+                    writer.record_failure(make_sample(-number % 1000 + 10**6).sample, "timeout", "", attempts=1)
+            keys = writer.commit()
+            assert keys == [one.sample.key for one in batch]
+            pipe.send([number, number + len(batch)])
+            number += len(batch)

@@ -1,0 +1,167 @@
+"""A store against a plain dict, while the disk fails, tears writes, loses power and loses files, in any order."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hsdump.errors import StoreError
+from hsdump.store import Store, StoreWriter, WriterOptions
+from hsdump.store.format import INDEX_NAME, MANIFEST_NAME, PARTIAL_SUFFIX, SHARDS_FOLDER, shard_path
+from tests.store.conftest import memory_folder
+from tests.store.faults import Crash, FaultyFs
+from tests.store.making import Made, assert_equal, make_manifest, make_sample
+
+MANIFEST = make_manifest()
+SEEDS = st.integers(0, 11)
+SAMPLES = {seed: make_sample(seed, MANIFEST) for seed in range(12)}
+
+FUSES = st.one_of(st.none(), st.integers(1, 25))
+"""Operations until the disk fails; None: it does not."""
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The oracle holds samples and failures that a returned call promised; it shares no code with the store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = memory_folder()
+        self.path = self.folder / "store"
+        self.committed: dict[str, Made] = {}
+        self.added: dict[str, Made] = {}
+        self.failures: dict[str, str] = {}
+        self.shard_of: dict[str, int] = {}
+        self.fs = FaultyFs()
+        self.writer: StoreWriter | None = None
+
+    def teardown(self) -> None:
+        self._give_up_writer()
+        shutil.rmtree(self.folder)
+
+    @rule(
+        fuse=FUSES, kind=st.sampled_from(["crash", "error"]), seed=st.integers(0, 999), size=st.sampled_from([1, 3000])
+    )
+    def open(self, fuse: int | None, kind: str, seed: int, size: int) -> None:
+        """Open, perhaps on a disk that will fail, now or later."""
+        self.close()
+        self.fs = FaultyFs(fuse, kind=kind, seed=seed)
+        self._try(lambda: self._open(size))
+
+    def _open(self, size: int) -> None:
+        options = WriterOptions(shard_bytes=size, fs=self.fs)
+        self.writer = StoreWriter.open(self.path, MANIFEST, options=options)
+
+    @precondition(lambda self: self.writer is not None)
+    @rule(seeds=st.lists(SEEDS, max_size=4, unique=True))
+    def add(self, seeds: list[int]) -> None:
+        for made in (SAMPLES[seed] for seed in seeds):
+            if self.writer is None or made.sample.key in self.committed or made.sample.key in self.added:
+                continue
+            writer = self.writer
+            self.added[made.sample.key] = made
+            self._try(lambda writer=writer, made=made: writer.add(made.sample, made.states))
+
+    @precondition(lambda self: self.writer is not None)
+    @rule()
+    def commit(self) -> None:
+        assert self.writer is not None
+        writer, expected = self.writer, list(self.added)
+        keys: list[str] = []
+        self._try(lambda: keys.extend(writer.commit()))
+        if self.writer is not None:
+            assert keys == expected
+            self._promise(self.added)
+            self.added = {}
+
+    @precondition(lambda self: self.writer is not None)
+    @rule(seed=SEEDS, reason=st.sampled_from(["timeout", "nan"]))
+    def fail(self, seed: int, reason: str) -> None:
+        assert self.writer is not None
+        writer, sample = self.writer, SAMPLES[seed].sample
+        before = dict(self.failures)
+        if sample.key not in self.committed:
+            self.failures[sample.key] = reason
+        self._try(lambda: writer.record_failure(sample, reason, "", attempts=1), failures_before=before)
+
+    @rule()
+    def close(self) -> None:
+        self._give_up_writer()
+        self.added = {}
+
+    @precondition(lambda self: self.writer is None and self.committed)
+    @rule(data=st.data(), how=st.sampled_from(["remove", "cut", "index", "manifest"]))
+    def lose(self, data: st.DataObject, how: str) -> None:
+        """Take something away between two runs; the next opening must notice and say so."""
+        if how == "index":
+            for suffix in ("", "-wal", "-shm"):
+                (self.path / (INDEX_NAME + suffix)).unlink(missing_ok=True)
+            self.failures = {}
+        elif how == "manifest":
+            (self.path / MANIFEST_NAME).unlink()
+        else:
+            number = data.draw(st.sampled_from(sorted(set(self.shard_of.values()))))
+            path = shard_path(self.path, number)
+            if how == "cut":
+                path.write_bytes(path.read_bytes()[: data.draw(st.integers(0, path.stat().st_size - 1))])
+            else:
+                path.unlink()
+            for key in [key for key, place in self.shard_of.items() if place == number]:
+                del self.committed[key], self.shard_of[key]
+        self.fs = FaultyFs()
+        self._open(1)
+        self._give_up_writer()
+
+    @invariant()
+    def holds_what_was_promised_and_nothing_else(self) -> None:
+        if not (self.path / MANIFEST_NAME).exists():
+            assert not self.committed
+            return
+        with Store(self.path, check=True) as store:
+            assert sorted(store.keys()) == sorted(self.committed)
+            for made in self.committed.values():
+                assert_equal(store, made)
+            assert {key: failure.reason for key, failure in store.failures().items()} == self.failures
+            self.shard_of = {key: store.row(key).shard for key in self.committed}
+
+    def _try(self, act: Callable[[], object], failures_before: dict[str, str] | None = None) -> None:
+        """Do it; when the disk fails, restart on a sound one and find out what became of what was under way."""
+        try:
+            act()
+        except (Crash, StoreError):
+            if self.fs.fuse is None:
+                raise
+            self._give_up_writer()
+            self._restart(failures_before)
+
+    def _restart(self, failures_before: dict[str, str] | None) -> None:
+        self.fs = FaultyFs()
+        with StoreWriter.open(self.path, MANIFEST, options=WriterOptions(fs=self.fs)) as writer:
+            survived = {key: made for key, made in self.added.items() if writer.is_committed(key)}
+            kept = {key: failure.reason for key, failure in writer.failures().items()}
+        self._promise(survived)
+        self.added = {}
+        if failures_before is not None and kept == failures_before:
+            self.failures = failures_before  # the record was under way and did not make it
+        assert not list((self.path / SHARDS_FOLDER).glob("*" + PARTIAL_SUFFIX))
+
+    def _promise(self, made: dict[str, Made]) -> None:
+        self.committed.update(made)
+        for key in made:
+            self.failures.pop(key, None)
+
+    def _give_up_writer(self) -> None:
+        writer, self.writer = self.writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except (Crash, StoreError):
+                if self.fs.fuse is None:
+                    raise
+        if self.fs.dead:
+            self.fs.lose_power()
+
+
+TestStoreMachine = StoreMachine.TestCase
