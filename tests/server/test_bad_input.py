@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests.server.driving import stored, token_samples, write_rows
 from tests.server.harness import SglangServer
 

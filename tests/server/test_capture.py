@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
+from hsdump.layers import eagle3_layers
+from hsdump.schema import StateShape
 from tests.server.driving import (
     TOLERANCE,
     Answer,
@@ -32,9 +35,6 @@ from tests.server.driving import (
 )
 from tests.server.harness import SglangServer
 from tests.server.routing import routing_agrees
-
-from hsdump.layers import eagle3_layers
-from hsdump.schema import StateShape
 
 pytestmark = pytest.mark.server
 

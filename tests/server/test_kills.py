@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.server.driving import TOLERANCE, reference, relative_error, stored, token_samples, write_rows
-from tests.server.harness import SglangServer
 
 from hsdump.samples import TokenSample
 from hsdump.spool.names import PREFIX, SHARED_MEMORY, SpoolPaths
+from tests.server.driving import TOLERANCE, reference, relative_error, stored, token_samples, write_rows
+from tests.server.harness import SglangServer
 
 pytestmark = pytest.mark.server
 
