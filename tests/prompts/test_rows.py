@@ -19,7 +19,7 @@ from .helpers import LoadRenderer, chat, learned, make_model, one, skip
 KEYS = st.sampled_from(
     ["messages", "conversations", "role", "from", "value", "content", "type", "text", "tool_calls", "function", "name",
      "arguments", "tools", "input_ids", "loss_mask", "prompt", "completion", "instruction", "output", "instances", "id",
-     "history", "turns", "chosen", "system", "reasoning_content", "function_call", "weight", "images"]
+     "\ud800", "history", "turns", "chosen", "system", "reasoning_content", "function_call", "weight", "images"]
 )  # fmt: skip
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -172,6 +172,12 @@ def test_whatever_json_holds_becomes_a_sample_or_a_named_skip(load: LoadRenderer
         _RENDERER["r"] = load(t.CALLS_ESCAPE_TEXT)
     outcome = _RENDERER["r"].outcome(Row(source="r", value=value))
     assert outcome.samples or outcome.skips
+    assert all((skip.source + skip.detail).encode() for skip in outcome.skips)
+
+
+def test_half_surrogates_in_keys_and_names_are_spelled_out(load: LoadRenderer) -> None:
+    result = skip(load(), {"\ud800key": 1, "id": "\udfff"})
+    assert (result.source, "\\ud800key" in result.detail) == ("\\udfff", True)
 
 
 _RENDERER: dict[str, Renderer] = {}

@@ -80,10 +80,19 @@ class Skip:
 
     detail: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", printable(self.source))
+        object.__setattr__(self, "detail", printable(self.detail))
+
     @property
     def lost(self) -> bool:
         """Tell damage from policy: only damage changes an exit code."""
         return self.reason not in POLICY_REASONS
+
+
+def printable(text: str) -> str:
+    """Spell half surrogates out, which would break the terminal, the report and the index that should name them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class RowRefused(Exception):

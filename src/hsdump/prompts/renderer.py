@@ -17,7 +17,7 @@ from hsdump.errors import InputError, UsageError
 from hsdump.prompts.conversation import Conversation, Message, TextRow, TokenRow
 from hsdump.prompts.inputs import Row
 from hsdump.prompts.masks import Layout, MaskFinder, TurnSpan
-from hsdump.prompts.options import PromptOptions, RowRefused, Skip
+from hsdump.prompts.options import PromptOptions, RowRefused, Skip, printable
 from hsdump.prompts.preformatted import ChatText
 from hsdump.prompts.rows import ROLES, parse_row
 from hsdump.prompts.template import Template, template_messages
@@ -310,8 +310,8 @@ def row_source(row: Row) -> str:
         for key in keys:
             value = row.value.get(key)
             if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
-                return str(value).encode(errors="backslashreplace").decode()
-    return row.source
+                return printable(str(value))
+    return printable(row.source)
 
 
 def _template_texts(tokenizer: Any) -> tuple[str | None, str | None]:

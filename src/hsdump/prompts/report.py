@@ -40,7 +40,7 @@ class PrepareReport:
             self.lost += item.lost
             examples = self.examples.setdefault(item.reason, [])
             if len(examples) < _EXAMPLES:
-                examples.append({"source": _printable(item.source), "detail": _printable(item.detail)})
+                examples.append({"source": item.source, "detail": item.detail})
             return
         self.samples += 1
         self.tokens += len(item.input_ids)
@@ -59,7 +59,7 @@ class PrepareReport:
             "lost": self.lost,
             "examples": self.examples,
             "notes": {name: count for name, count in sorted(self.notes.counts.items()) if name != "rows"},
-            "first_of": {name: _printable(sample.source) for name, sample in sorted(self.notes.examples.items())},
+            "first_of": {name: sample.source for name, sample in sorted(self.notes.examples.items())},
             "settings": self.settings,
         }
 
@@ -87,8 +87,3 @@ class PrepareReport:
                 skipped.add_row(Text(reason, style=style), f"{count:,}", example)
             parts.append(skipped)
         return Group(*parts)
-
-
-def _printable(text: str) -> str:
-    """Keep half surrogates and the like from breaking the report that should name them."""
-    return text.encode(errors="backslashreplace").decode()
