@@ -84,5 +84,11 @@ class EngineInfo:
     spool_max_bytes: int | None = None
     """The server refuses captures beyond this."""
 
+    hand_over: str = "files"
+    """`files` (one a request), `ring` (one a capturing process), or `memory` for an embedded engine."""
+
+    rings: int = 0
+    """Rings that one server has: its capturing processes, when `hand_over` is `ring`."""
+
     notes: tuple[str, ...] = ()
     """Facts that a reader should know, such as an SGLang release that hsdump has not seen before."""

@@ -6,6 +6,7 @@ behind.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -23,11 +24,13 @@ SGLANG_PYTHON = Path(os.environ.get("HSDUMP_SGLANG_PYTHON", ROOT / ".venv-sglang
 CACHE = ROOT / ".cache"
 START_LIMIT_S = 240.0
 STOP_LIMIT_S = 30.0
+PR_SET_PDEATHSIG = 1
 
 _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONDONTWRITEBYTECODE": ""}
 _CPU_ARGS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--attention-backend", "torch_native"),
     *("--mem-fraction-static", "0.1", "--max-total-tokens", "20000"),
+    "--sleep-on-idle",  # an idle scheduler spins otherwise, and two cores are few
 )
 _MLA_PLUGIN = Path(__file__).parent / "mla_on_cpu"
 """A test-only plugin: SGLang's default MLA path cannot run on torch_native."""
@@ -82,7 +85,12 @@ class SglangServer:
             command = [sys.executable, "-m", "hsdump.cli.main", *serve]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, env=self._environment(), start_new_session=True, stdout=log, stderr=subprocess.STDOUT
+                command,
+                env=self._environment(),
+                start_new_session=True,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - one prctl, no thread of this process matters to it
             )
         self._wait_until_up()
 
@@ -129,6 +137,11 @@ class SglangServer:
         end = self.log.read_text(errors="replace")[-4000:]
         self.stop()
         raise RuntimeError(f"the server did not come up; the end of its log:\n{end}")
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end the server when the test run is killed: nothing may stay behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _free_port() -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from hsdump.errors import UsageError
 from hsdump.launch.command import ServeOptions, build_command, check_environment
 from hsdump.launch.supervise import run_server
 from hsdump.layers import parse_layers
@@ -27,16 +28,20 @@ def serve(
     ),
     spool: Path = typer.Option(None, help="Hand-over folder in shared memory.  [default: a fresh /dev/shm/hsdump-*]"),
     spool_bytes: int = typer.Option(8 << 30, min=1 << 20, help="The server refuses captures beyond this many bytes."),
+    hand_over: str = typer.Option("auto", help="files, ring, or auto: files on a CPU, a ring on an accelerator."),
     python: str = typer.Option(sys.executable, help="Interpreter of the environment that SGLang lives in."),
     print_: bool = typer.Option(False, "--print", help="Print the command and environment instead of starting it."),
 ) -> None:
     """Start SGLang with capture on; everything after -- is passed on as it is."""
     parse_layers(layers)
+    if hand_over not in ("auto", "files", "ring"):
+        raise UsageError(f"--hand-over {hand_over} is not known", "use auto, files or ring")
     options = ServeOptions(
         python=python,
         spool=spool or new_spool_dir(),
         layers=layers,
         spool_bytes=spool_bytes,
+        hand_over=hand_over,
         sglang_args=tuple(sglang_args or ()),
     )
     command = build_command(options)

@@ -7,6 +7,7 @@ the spool in which their states appear is the server's.
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Any
 import httpx
 import numpy as np
 
+from hsdump.engines.handover import FilesHandOver, HandOver, RingHandOver, Rows
 from hsdump.errors import ServerError, SpoolError
 from hsdump.locks import is_held
 from hsdump.samples import sample_key
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.spool.names import PREFIX, SHARED_MEMORY, Rid
-from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
+from hsdump.spool.reader import FailedNote
 
 HELLO_TOKENS = 4
 HELLO_WAIT_S = 10.0
@@ -39,9 +41,11 @@ class Offer:
     port: int
     info: EngineInfo | None
     declined: str | None
+    ring: str | None
+    """Name of this process's ring."""
 
 
-def handshake(url: str, run: str, spool: Path | None = None) -> tuple[EngineInfo, SpoolReader]:
+def handshake(url: str, run: str, spool: Path | None = None) -> tuple[EngineInfo, HandOver]:
     """Find the server's spool and prove that it is this server's.
 
     Args:
@@ -50,7 +54,7 @@ def handshake(url: str, run: str, spool: Path | None = None) -> tuple[EngineInfo
         spool: look only there.
 
     Returns:
-        What the server offers, and an open reader of its spool.
+        What the server offers, and this run's end of its hand-over.
 
     Raises:
         ServerError: nobody answers, it is not SGLang, or no capture is on; says what to do.
@@ -67,20 +71,37 @@ def handshake(url: str, run: str, spool: Path | None = None) -> tuple[EngineInfo
     if not candidates:
         where = str(spool) if spool else f"{SHARED_MEMORY}/{PREFIX}*"
         raise ServerError(f"the server at {url} has no hsdump capture on: no live announcement in {where}", REMEDY)
-    readers = {root: SpoolReader(root, run) for root in candidates}
+    ends: dict[Path, HandOver] = {}
     try:
-        chosen = _say_hello(url, run, readers)
+        for root, offer in candidates.items():
+            ends[root] = _open_end(offer, [other for other in offers if other.root == root], run)
+        chosen = _say_hello(url, run, ends)
     except BaseException:
-        for reader in readers.values():
-            reader.close()
+        for end in ends.values():
+            end.close()
         raise
-    for root, reader in readers.items():
+    for root, end in ends.items():
         if root != chosen:
-            reader.close()
+            end.close()
     info = candidates[chosen].info
     assert info is not None
     context = min(info.context_length, int(facts.get("max_req_input_len") or info.context_length))
-    return replace(info, context_length=context), readers[chosen]
+    return replace(info, context_length=context), ends[chosen]
+
+
+def _open_end(offer: Offer, together: list[Offer], run: str) -> HandOver:
+    """Open the client's end; a ring of one tensor-parallel rank is only part of the rows, so all must be there."""
+    info = offer.info
+    assert info is not None
+    if info.hand_over != "ring":
+        return FilesHandOver(offer.root, run)
+    rings = [offer.root / other.ring for other in together if other.ring]
+    if len(rings) != info.rings:
+        raise ServerError(
+            f"the server in {offer.root} has {info.rings} capturing processes, {len(rings)} of them alive",
+            "see its log, and start it again",
+        )
+    return RingHandOver(offer.root, run, rings, info.shape)
 
 
 def server_facts(url: str) -> dict[str, Any]:
@@ -134,15 +155,20 @@ def _read_offer(root: Path, path: Path) -> Offer | None:
             shape = StateShape(**{**raw["info"]["shape"], "layers": tuple(raw["info"]["shape"]["layers"])})
             notes = tuple(raw["info"]["notes"])
             info = EngineInfo(**{**raw["info"], "shape": shape, "notes": notes, "spool_dir": str(root)})
-        return Offer(root, int(raw["port"]), info, raw.get("declined"))
+        ring = raw.get("ring")
+        if ring is not None and not re.fullmatch(r"ring-\d+", ring):
+            return None
+        return Offer(root, int(raw["port"]), info, raw.get("declined"), ring)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _say_hello(url: str, run: str, readers: dict[Path, SpoolReader]) -> Path:
+def _say_hello(url: str, run: str, ends: dict[Path, HandOver]) -> Path:
     """Capture a few tokens and see in which spool they appear."""
     ids = np.arange(HELLO_TOKENS, dtype=np.int64)
     rid = Rid(run, sample_key(ids, np.zeros(HELLO_TOKENS, dtype=np.uint8)), 0, HELLO_TOKENS)
+    for end in ends.values():
+        end.expect(rid)
     try:
         response = httpx.post(f"{url}/generate", json=generate_body(rid, ids.tolist()), timeout=60.0)
     except httpx.TransportError as error:
@@ -157,10 +183,10 @@ def _say_hello(url: str, run: str, readers: dict[Path, SpoolReader]) -> Path:
         )
     deadline_s = time.monotonic() + HELLO_WAIT_S
     while time.monotonic() < deadline_s:
-        for root, reader in readers.items():
-            match reader.take(rid):
-                case ReadyEntry() as entry:
-                    entry.release()
+        for root, end in ends.items():
+            match end.poll(rid):
+                case Rows() as rows:
+                    rows.release()
                     return root
                 case FailedNote(reason, detail):
                     raise SpoolError(
@@ -169,7 +195,7 @@ def _say_hello(url: str, run: str, readers: dict[Path, SpoolReader]) -> Path:
                     )
         time.sleep(0.01)
     raise ServerError(
-        f"the server at {url} answered, but its states did not appear in {', '.join(map(str, readers))} "
+        f"the server at {url} answered, but its states did not appear in {', '.join(map(str, ends))} "
         f"within {HELLO_WAIT_S:.0f} s",
         REMEDY,
     )

@@ -10,18 +10,22 @@ from typing import Any
 import httpx
 import numpy as np
 
-from hsdump.arrays import NUMPY_DTYPES
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest
-from hsdump.engines.handshake import generate_body, handshake
+from hsdump.engines.handover import HandOver, Rows
+from hsdump.engines.handshake import generate_body, handshake, server_facts
 from hsdump.errors import HsdumpError, ServerError, SpoolError
+from hsdump.locks import is_held
 from hsdump.schema import EngineInfo
 from hsdump.spool.entry import entry_bytes
 from hsdump.spool.names import Rid, new_run
-from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
+from hsdump.spool.reader import FailedNote
 from hsdump.spool.sweep import sweep_dead_clients, sweep_dead_spools
 
 ENTRY_WAIT_S = 30.0
 """How long after the response an entry may take to appear. Measured on a CPU it is there before the response."""
+
+CACHED_WAIT_S = 2.0
+"""The same when the response says that tokens came from the prefix cache, whose rows may never come."""
 
 TRANSIENT = frozenset({"spool-full", "shared-memory-full", "spool-error", "rows-missing", "spool-gone"})
 """Failure notes after which another try may succeed."""
@@ -48,7 +52,7 @@ class SglangEngine:
         self._spool = spool
         self._server_wait_s = server_wait_s
         self._info: EngineInfo | None = None
-        self._reader: SpoolReader | None = None
+        self._hand_over: HandOver | None = None
         self._lost = False
         self._reconnecting = asyncio.Lock()
         self._abandoned: set[Rid] = set()
@@ -58,9 +62,10 @@ class SglangEngine:
     def handshake(self) -> EngineInfo:
         """See `hsdump.engines.handshake.handshake`; also removes what dead clients and servers left behind."""
         sweep_dead_spools()
-        info, reader = handshake(self.url, self.run, self._spool)
-        sweep_dead_clients(reader.paths.root)
-        self._info, self._reader = info, reader
+        info, hand_over = handshake(self.url, self.run, self._spool)
+        if info.spool_dir is not None:
+            sweep_dead_clients(Path(info.spool_dir))
+        self._info, self._hand_over = info, hand_over
         return info
 
     def spool_bytes(self, num_tokens: int) -> int:
@@ -78,24 +83,28 @@ class SglangEngine:
         if self._lost:
             await self._reconnect()
         rid = Rid(self.run, request.key, request.attempt, len(request.input_ids))
+        hand_over = self._hand_over
+        assert hand_over is not None
+        hand_over.expect(rid)
         try:
-            await self._send(rid, request)
-            entry = await self._wait_for_entry(rid)
+            cached_tokens = await self._send(rid, request)
+            rows = await self._wait_for_rows(hand_over, rid, cached_tokens)
         except BaseException:
             # The server may still publish it; a late entry must not fill the spool.
             self._abandoned.add(rid)
             self._forget_abandoned()
             raise
         self._forget_abandoned()
-        return self._as_sample(entry, request)
+        return self._as_sample(rows, request)
 
     async def close(self) -> None:
         """Close connections (the server aborts what was running) and take this run's leftovers away."""
         await self._http.aclose()
-        if self._reader is not None:
-            self._reader.close()
+        if self._hand_over is not None:
+            self._hand_over.close()
 
-    async def _send(self, rid: Rid, request: CaptureRequest) -> None:
+    async def _send(self, rid: Rid, request: CaptureRequest) -> int:
+        """Send a request and wait for its response; give the number of tokens that came from the prefix cache."""
         try:
             response = await self._http.post("/generate", json=generate_body(rid, request.input_ids.tolist()))
         except httpx.TimeoutException as error:
@@ -110,9 +119,9 @@ class SglangEngine:
                 f"HTTP {response.status_code}: {_message(response)}",
                 transient=transient,
             )
-        self._check_meta(response, len(request.input_ids))
+        return self._check_meta(response, len(request.input_ids))
 
-    def _check_meta(self, response: httpx.Response, num_tokens: int) -> None:
+    def _check_meta(self, response: httpx.Response, num_tokens: int) -> int:
         try:
             meta: dict[str, Any] = response.json()["meta_info"]
         except (ValueError, KeyError, TypeError) as error:
@@ -120,58 +129,59 @@ class SglangEngine:
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             raise CaptureFailed("aborted-by-server", str(reason.get("message", "")), transient=True)
-        if meta.get("cached_tokens"):
-            raise CaptureFailed(
-                "prefix-cached",
-                f"{meta['cached_tokens']} of {num_tokens} tokens came from the prefix cache although the request "
-                "had an extra_key of its own; start the server with --disable-radix-cache",
-                transient=False,
-            )
         if meta.get("prompt_tokens", num_tokens) != num_tokens:
             raise CaptureFailed(
                 "cut-by-server",
                 f"the server took {meta['prompt_tokens']} of {num_tokens} tokens (--allow-auto-truncate?)",
                 transient=False,
             )
+        return int(meta.get("cached_tokens") or 0)
 
-    async def _wait_for_entry(self, rid: Rid) -> ReadyEntry:
-        assert self._reader is not None
-        deadline_s, pause_s = time.monotonic() + ENTRY_WAIT_S, 0.001
+    async def _wait_for_rows(self, hand_over: HandOver, rid: Rid, cached_tokens: int) -> Rows:
+        """Wait for the outcome. Tokens from the cache are fine when they are the request's own, after a retraction."""
+        wait_s = CACHED_WAIT_S if cached_tokens else ENTRY_WAIT_S
+        deadline_s, pause_s = time.monotonic() + wait_s, 0.001
         while True:
             try:
-                match self._reader.take(rid):
-                    case ReadyEntry() as entry:
-                        return entry
+                match hand_over.poll(rid):
+                    case Rows() as rows:
+                        return rows
                     case FailedNote(reason, detail):
                         raise CaptureFailed(reason, detail, transient=reason in TRANSIENT)
             except SpoolError as error:
                 raise CaptureFailed("damaged-entry", error.what, transient=True) from error
+            if time.monotonic() > deadline_s and cached_tokens:
+                raise CaptureFailed(
+                    "prefix-cached",
+                    f"{cached_tokens} of {rid.num_tokens} tokens came from the prefix cache although the request had "
+                    "an extra_key of its own; start the server with --disable-radix-cache",
+                    transient=False,
+                )
             if time.monotonic() > deadline_s:
                 self._lost = True  # perhaps a restarted server with another spool: shake hands again
-                raise CaptureFailed("no-entry", f"nothing in the spool {ENTRY_WAIT_S:.0f} s after", transient=True)
+                far = hand_over.missing(rid)
+                raise CaptureFailed("no-entry", f"{ENTRY_WAIT_S:.0f} s after the response: {far}", transient=True)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
 
-    def _as_sample(self, entry: ReadyEntry, request: CaptureRequest) -> CapturedSample:
-        """View the entry as arrays, after the tokens that the model saw were found to be the ones that were sent."""
+    def _as_sample(self, rows: Rows, request: CaptureRequest) -> CapturedSample:
+        """Hand the rows out, after the tokens that the model saw were found to be the ones that were sent."""
         assert self._info is not None
         shape = self._info.shape
-        if entry.layout.shape != shape:
-            entry.release()
+        token_ids, states, release = rows.token_ids, rows.states, rows.release
+        del rows  # an error below must not keep the memory mapped
+        width = {(len(token_ids), shape.hidden_size)}
+        if len(states) != len(shape.names) or {state.shape for state in states} != width:
+            found = [state.shape for state in states]
+            release()
             self._lost = True
-            raise CaptureFailed("other-shape", f"the entry holds {entry.layout.shape}", transient=True)
-        token_ids = np.frombuffer(entry.token_ids(), dtype="<i8")
+            raise CaptureFailed("other-shape", f"states of {found} were handed over", transient=True)
         if not np.array_equal(token_ids, request.input_ids):
             row = int(np.argmax(token_ids != request.input_ids))
-            found = f"row {row} is token {token_ids[row]}, sent was {request.input_ids[row]}"
-            del token_ids
-            entry.release()
-            raise CaptureFailed("wrong-tokens", found, transient=True)
-        states = tuple(
-            np.frombuffer(entry.state(index), dtype=NUMPY_DTYPES[shape.dtype]).reshape(-1, shape.hidden_size)
-            for index in range(len(shape.names))
-        )
-        return CapturedSample(token_ids=token_ids, states=states, release=entry.release)
+            found_ids = f"row {row} is token {token_ids[row]}, sent was {request.input_ids[row]}"
+            release()
+            raise CaptureFailed("wrong-tokens", found_ids, transient=True)
+        return CapturedSample(token_ids=token_ids, states=states, release=release)
 
     async def _reconnect(self) -> None:
         """Wait for a server that went away, and make sure that it is the same one in every fact that matters."""
@@ -179,11 +189,14 @@ class SglangEngine:
             if not self._lost:
                 return
             assert self._info is not None
+            if await asyncio.to_thread(self._is_still_there):
+                self._lost = False  # a connection broke, not the server; what is in flight goes on
+                return
             before, deadline_s = self._info, time.monotonic() + self._server_wait_s
             while True:
-                if self._reader is not None:
-                    self._reader.close()
-                    self._reader = None
+                if self._hand_over is not None:
+                    self._hand_over.close()
+                    self._hand_over = None
                 try:
                     after = await asyncio.to_thread(self.handshake)
                     break
@@ -204,10 +217,20 @@ class SglangEngine:
                 )
             self._lost = False
 
+    def _is_still_there(self) -> bool:
+        """Tell whether the server that the handshake found is alive, its spool included."""
+        if self._info is None or self._info.spool_dir is None or self._hand_over is None:
+            return False
+        try:
+            server_facts(self.url)
+        except ServerError:
+            return False
+        return any(is_held(lock) for lock in Path(self._info.spool_dir).glob("server-*.lock"))
+
     def _forget_abandoned(self) -> None:
-        if self._reader is not None:
+        if self._hand_over is not None:
             for rid in self._abandoned:
-                self._reader.forget(rid)
+                self._hand_over.forget(rid)
 
 
 _IDENTITY = ("engine_version", "model_path", "model_class", "num_layers", "vocab_size", "shape")

@@ -104,7 +104,7 @@ def make_plan(options: ExtractOptions, info: EngineInfo) -> ExtractPlan:
         turns=options.turns,
         chat_template=options.chat_template,
     )
-    renderer = _renderer(options.model or info.model_path, prompt_options)
+    renderer = _renderer(options.model, info.model_path, prompt_options)
     manifest = Manifest(
         format_version=1,
         engine=info.engine,
@@ -164,9 +164,11 @@ def _columns(asked: Sequence[int] | None, info: EngineInfo) -> tuple[int, ...]:
     return (*(captured.index(layer) for layer in layers), len(captured))
 
 
-def _renderer(model: str, options: PromptOptions) -> Renderer | None:
-    """Load the tokenizer where there is one; input of ready-made token ids does without."""
+def _renderer(asked: str | None, served: str, options: PromptOptions) -> Renderer | None:
+    """Load the tokenizer that was asked for, or the served model's; ready-made token ids do without the latter."""
+    if asked is not None:
+        return Renderer.load(asked, options)
     try:
-        return Renderer.load(model, options)
+        return Renderer.load(served, options)
     except InputError:
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsdump.errors import UsageError
-from hsdump.spool.names import ENV_LAYERS, ENV_SPOOL, ENV_SPOOL_BYTES
+from hsdump.spool.names import ENV_HAND_OVER, ENV_LAYERS, ENV_SPOOL, ENV_SPOOL_BYTES
 
 ENTRY_POINT = "hsdump"
 """Our name in the entry point group `sglang.srt.plugins`."""
@@ -43,6 +43,7 @@ class ServeOptions:
     spool: Path
     layers: str = "auto"
     spool_bytes: int = 8 << 30
+    hand_over: str = "auto"
     sglang_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
@@ -79,6 +80,8 @@ def build_command(options: ServeOptions) -> ServeCommand:
         ENV_LAYERS: options.layers,
         ENV_SPOOL_BYTES: str(options.spool_bytes),
     }
+    if options.hand_over != "auto":
+        variables[ENV_HAND_OVER] = options.hand_over
     allowed = options.environment.get("SGLANG_PLUGINS", "").strip()
     if allowed and ENTRY_POINT not in [name.strip() for name in allowed.split(",")]:
         variables["SGLANG_PLUGINS"] = f"{allowed},{ENTRY_POINT}"

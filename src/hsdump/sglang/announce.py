@@ -24,9 +24,9 @@ class Announcement:
         for folder in self._paths.folders():
             folder.mkdir(mode=0o700, exist_ok=True)
 
-    def offer(self, info: EngineInfo, *, host: str, port: int) -> None:
-        """Say what is captured here."""
-        self._write({"info": asdict(info), "host": host, "port": port})
+    def offer(self, info: EngineInfo, *, host: str, port: int, ring: str | None = None) -> None:
+        """Say what is captured here, and through which ring file of the spool."""
+        self._write({"info": asdict(info), "host": host, "port": port, "ring": ring})
 
     def decline(self, reason: str, *, host: str = "", port: int = 0) -> None:
         """Say why nothing is captured here. The server itself goes on without hsdump."""

@@ -16,11 +16,9 @@ from typing import Any
 from hsdump._version import __version__
 from hsdump.layers import check_layers, eagle3_layers, parse_layers
 from hsdump.schema import EngineInfo, StateShape
-from hsdump.spool.names import ENV_LAYERS, ENV_SPOOL, ENV_SPOOL_BYTES, PREFIX
+from hsdump.spool.names import ENV_LAYERS, ENV_SPOOL, PREFIX
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_SPOOL_BYTES = 8 << 30
 
 
 def register() -> None:
@@ -109,10 +107,9 @@ class ServerCapture:
             logger.error("hsdump cannot announce that either: %s", error)
 
     def _set_up(self, runner: Any) -> None:
-        from hsdump.capture.tap import Tap
         from hsdump.sglang.facts import conflict, read_facts
         from hsdump.sglang.switch import AuxSwitch, CannotSwitch
-        from hsdump.spool.writer import SpoolWriter
+        from hsdump.sglang.taps import make_tap, read_settings
 
         reason = conflict(runner)
         if reason:
@@ -126,12 +123,12 @@ class ServerCapture:
         if self._dynamic:
             switch.off()
         self._switch = switch
-        if facts.tp_rank != 0:
+        settings = read_settings(facts.device, facts.tp_size)
+        if facts.tp_rank >= settings.copying_ranks:
             return
         shape = StateShape(layers=layers, hidden_size=facts.hidden_size, dtype=facts.dtype, final_state="post_norm")
-        max_bytes = int(os.environ.get(ENV_SPOOL_BYTES, DEFAULT_SPOOL_BYTES))
         announcement = self._announce()
-        self._tap = Tap(SpoolWriter(self._root, shape, max_bytes=max_bytes))
+        self._tap, ring = make_tap(self._root, shape, facts, settings)
         info = EngineInfo(
             engine="sglang",
             engine_version=self.engine_version,
@@ -147,11 +144,13 @@ class ServerCapture:
             tp_size=facts.tp_size,
             dp_size=facts.dp_size,
             spool_dir=str(self._root),
-            spool_max_bytes=max_bytes,
+            spool_max_bytes=settings.spool_bytes,
+            hand_over=settings.hand_over,
+            rings=facts.dp_size * settings.copying_ranks if settings.hand_over == "ring" else 0,
             notes=self.notes,
         )
-        announcement.offer(info, host=facts.host, port=facts.port)
-        logger.info("hsdump captures layers %s into %s", list(layers), self._root)
+        announcement.offer(info, host=facts.host, port=facts.port, ring=ring)
+        logger.info("hsdump captures layers %s into %s by %s", list(layers), self._root, settings.hand_over)
 
     def _announce(self) -> Any:
         from hsdump.sglang.announce import Announcement

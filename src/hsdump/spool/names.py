@@ -16,6 +16,8 @@ PREFIX = "hsdump-"
 ENV_SPOOL = "HSDUMP_SPOOL"
 ENV_LAYERS = "HSDUMP_LAYERS"
 ENV_SPOOL_BYTES = "HSDUMP_SPOOL_BYTES"
+ENV_HAND_OVER = "HSDUMP_HAND_OVER"
+ENV_SHARE_RANKS = "HSDUMP_SHARE_RANKS"
 
 _RID = re.compile(r"hsdump-([0-9a-f]{8})-([0-9a-f]{32})-([0-9]{1,4})-([0-9]{1,9})")
 _RUN = re.compile(r"[0-9a-f]{8}")
@@ -92,6 +94,14 @@ class SpoolPaths:
 
     def server_lock(self, pid: int) -> Path:
         return self.root / f"server-{pid}.lock"
+
+    def ring(self, pid: int) -> Path:
+        return self.root / f"ring-{pid}"
+
+    @property
+    def ring_lock(self) -> Path:
+        """Held by the one client that empties the rings."""
+        return self.root / "ring-reader.lock"
 
     def client_lock(self, run: str) -> Path:
         return self.clients / f"{run}.lock"

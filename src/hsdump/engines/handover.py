@@ -1,0 +1,148 @@
+"""The two ways in which a server hands rows over, behind one face.
+
+`files` works on any device and for several clients at once. `ring` is for accelerators: asynchronous copies into
+registered memory, one client at a time.
+
+Letters: S = tokens of one request, H = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsdump.arrays import NUMPY_DTYPES, StateArray
+from hsdump.errors import SpoolError
+from hsdump.locks import AliveLock
+from hsdump.schema import StateShape
+from hsdump.spool.names import Rid
+from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """All rows of one request."""
+
+    token_ids: NDArray[np.int64]
+    """[S] as the model saw them."""
+
+    states: tuple[StateArray, ...]
+    """L+1 arrays [S, H], views of shared memory until `release`."""
+
+    release: Callable[[], None]
+
+
+class HandOver(Protocol):
+    """One client run's end of a server's hand-over."""
+
+    def expect(self, rid: Rid) -> None:
+        """Announce a request before it is sent."""
+
+    def poll(self, rid: Rid) -> Rows | FailedNote | None:
+        """Give a request's outcome once, or None while there is none.
+
+        Raises:
+            SpoolError: what the server handed over is damaged.
+        """
+
+    def forget(self, rid: Rid) -> None:
+        """Drop whatever there is, and still comes, of a request that nobody waits for."""
+
+    def missing(self, rid: Rid) -> str:
+        """Say how far a request got that has no outcome."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class FilesHandOver:
+    """Entries by rename, in the spool's folders."""
+
+    def __init__(self, root: Path, run: str) -> None:
+        """See `SpoolReader`."""
+        self.reader = SpoolReader(root, run)
+
+    def expect(self, rid: Rid) -> None:
+        """Nothing to do: an entry waits in its folder."""
+
+    def poll(self, rid: Rid) -> Rows | FailedNote | None:
+        found = self.reader.take(rid)
+        return _rows_of(found) if isinstance(found, ReadyEntry) else found
+
+    def forget(self, rid: Rid) -> None:
+        self.reader.forget(rid)
+
+    def missing(self, rid: Rid) -> str:
+        return "the server began its entry" if self.reader.rows_so_far(rid) else "the server never began its entry"
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+class RingHandOver:
+    """Rows through the rings, refusals through the spool's folders."""
+
+    def __init__(self, root: Path, run: str, rings: Sequence[Path], shape: StateShape) -> None:
+        """Raises:
+        SpoolError: another run empties the rings, or they cannot be read.
+        """
+        from hsdump.engines.ring_collector import RingCollector
+
+        self.reader = SpoolReader(root, run)
+        try:
+            self._lock = AliveLock(self.reader.paths.ring_lock)
+        except BlockingIOError:
+            self.reader.close()
+            raise SpoolError(
+                f"another run is extracting from the server of {root}; its ring has one reader",
+                "wait for it, or start the server with hsdump serve --hand-over files, which allows several",
+            ) from None
+        try:
+            self._collector = RingCollector(rings, shape)
+        except SpoolError:
+            self._lock.release()
+            self.reader.close()
+            raise
+        self._futures: dict[Rid, Future[Rows]] = {}
+
+    def expect(self, rid: Rid) -> None:
+        self._futures[rid] = self._collector.expect(rid)
+
+    def poll(self, rid: Rid) -> Rows | FailedNote | None:
+        future = self._futures.get(rid)
+        if future is not None and future.done():
+            return self._futures.pop(rid).result()
+        if self._collector.error is not None:
+            raise SpoolError(f"the server's ring is damaged ({self._collector.error})", "start the server again")
+        note = self.reader.take(rid)
+        return note if isinstance(note, FailedNote) else None
+
+    def forget(self, rid: Rid) -> None:
+        future = self._futures.pop(rid, None)
+        if future is not None and future.done():
+            future.result().release()
+        self._collector.forget(rid)
+        self.reader.forget(rid)
+
+    def missing(self, rid: Rid) -> str:
+        return f"{self._collector.rows_of(rid)} of {rid.num_tokens} rows came through the ring"
+
+    def close(self) -> None:
+        self._collector.close()
+        self._lock.release()
+        self.reader.close()
+
+
+def _rows_of(entry: ReadyEntry) -> Rows:
+    shape = entry.layout.shape
+    states = tuple(
+        np.frombuffer(entry.state(index), dtype=NUMPY_DTYPES[shape.dtype]).reshape(-1, shape.hidden_size)
+        for index in range(len(shape.names))
+    )
+    return Rows(np.frombuffer(entry.token_ids(), dtype="<i8"), states, entry.release)
