@@ -70,6 +70,34 @@ def test_what_is_missing_in_the_environment_is_named(tmp_path: Path) -> None:
         check_environment(str(broken))
 
 
+def interpreter(folder: Path, *files: str) -> str:
+    """Make an interpreter that sees only these packages; SGLang's own code is broken there."""
+    for name in ("sglang/__init__.py", *files):
+        path = folder / "packages" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise RuntimeError('imported')\n" if path.suffix == ".py" else "")
+    (folder / "packages/sglang-0.5.99.dist-info").mkdir()
+    (folder / "packages/sglang-0.5.99.dist-info/METADATA").write_text("Name: sglang\nVersion: 0.5.99\n")
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={folder / "packages"} exec {sys.executable} -S "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_sglang_is_looked_at_without_being_imported(tmp_path: Path) -> None:
+    """Importing it takes many seconds; what is broken in it, the server's own start says best."""
+    with pytest.raises(UsageError, match=r"SGLang 0\.5\.99 has no plugin API"):
+        check_environment(interpreter(tmp_path / "old", "sglang/srt/__init__.py"))
+    python = interpreter(tmp_path / "bare", "sglang/srt/plugins/__init__.py")
+    with pytest.raises(UsageError, match=r"hsdump is not installed beside SGLang 0\.5\.99 .*\n  fix: .* pip install"):
+        check_environment(python)
+    plugin = tmp_path / "bare/packages/hsdump-0.dist-info/entry_points.txt"
+    plugin.parent.mkdir()
+    plugin.write_text("[sglang.srt.plugins]\nhsdump = hsdump.sglang.plugin:register\n")
+    (plugin.parent / "METADATA").write_text("Name: hsdump\nVersion: 0\n")
+    assert check_environment(python) == "0.5.99"
+
+
 def test_a_spool_larger_than_its_file_system_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpoolError, match="more than all of the file system"):
         make_spool(options(tmp_path, spool_bytes=1 << 60))
