@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 
 import typer
 
+from hsdump.cli.options import one_of, read_template
 from hsdump.cli.output import Result, emit
 from hsdump.engines.base import Engine
 from hsdump.errors import UsageError
@@ -16,6 +18,7 @@ from hsdump.extract.driver import Driver
 from hsdump.extract.plan import ExtractOptions, check_output, make_plan
 from hsdump.extract.state import RunState
 from hsdump.layers import parse_layers
+from hsdump.prompts import PromptOptions
 from hsdump.schema import EngineInfo
 from hsdump.store import StoreWriter, WriterOptions
 
@@ -29,7 +32,9 @@ def add_to(app: typer.Typer) -> None:
 def extract(
     inputs: list[Path] = typer.Argument(..., metavar="INPUT...", help="JSONL, JSON or Parquet: chats or token ids."),
     out: Path = typer.Option(..., help="The store. Running again with the same store goes on where it stopped."),
-    server: str = typer.Option(None, help="URL of an SGLang server started with `hsdump serve`."),
+    server: str = typer.Option(
+        None, help="URL of an SGLang server started with `hsdump serve`; its key in HSDUMP_API_KEY."
+    ),
     engine: str = typer.Option("sglang", help="sglang, or transformers to run the model in this process."),
     model: str = typer.Option(None, help="Model folder (tokenizer).  [default: what the server names]"),
     layers: str = typer.Option("auto", help="Which of the captured layers to store, or auto for all of them."),
@@ -38,7 +43,9 @@ def extract(
     attempts: int = typer.Option(5, min=1, max=100, help="Tries of one sample, for faults that may pass."),
     retry_failed: bool = typer.Option(False, help="Take samples again that failed in an earlier run."),
     chat_template: Path = typer.Option(None, help="A template file to use instead of the tokenizer's."),
-    turns: str = typer.Option("all", help="Which assistant turns count: all, or last."),
+    turns: str = typer.Option("all", help="Assistant turns to learn: all or last."),
+    thinking: str = typer.Option("keep", help="The assistant's thinking: keep, require, template, drop or refuse."),
+    trust_remote_code: bool = typer.Option(False, help="Let the model's folder bring its own tokenizer code."),
     spool: Path = typer.Option(None, help="The server's spool, where it cannot be found (containers)."),
     server_wait: float = typer.Option(120.0, min=0, help="Seconds to wait for a server that went away."),
     commit_seconds: float = typer.Option(30.0, min=0.1, help="Captured samples wait at most so long for the disk."),
@@ -50,8 +57,6 @@ def extract(
     Exit codes: 0 all committed, 3 some samples failed or rows were unreadable, 4 stopped early.
     """
     check_output(out)
-    if turns not in ("all", "last"):
-        raise UsageError(f"--turns {turns} is not known", "use all or last")
     options = ExtractOptions(
         inputs=tuple(inputs),
         out=out,
@@ -63,8 +68,12 @@ def extract(
         retry_failed=retry_failed,
         shard_bytes=shard_bytes,
         commit_s=commit_seconds,
-        chat_template=chat_template.read_text() if chat_template else None,
-        turns="last" if turns == "last" else "all",
+        prompts=PromptOptions(
+            turns=one_of("--turns", turns, ("all", "last")),
+            thinking=one_of("--thinking", thinking, ("keep", "require", "template", "drop", "refuse")),
+            chat_template=read_template(chat_template),
+            trust_remote_code=trust_remote_code,
+        ),
     )
     state = asyncio.run(_run(options, lambda: _engine(engine, server, spool, options, server_wait), quiet=json))
     raise typer.Exit(emit(Result(data=state.report(), text=summary(state), exit_code=state.exit_code()), as_json=json))
@@ -76,7 +85,8 @@ def _engine(name: str, server: str | None, spool: Path | None, options: ExtractO
             raise UsageError("--server is missing", "give the server's URL: --server http://127.0.0.1:30000")
         from hsdump.engines.sglang_http import SglangEngine
 
-        return SglangEngine(server, spool=spool, server_wait_s=wait_s)
+        key = os.environ.get("HSDUMP_API_KEY")
+        return SglangEngine(server, spool=spool, api_key=key, server_wait_s=wait_s)
     if name == "transformers":
         if options.model is None:
             raise UsageError("--model is missing", "give the model folder: --engine transformers --model PATH")

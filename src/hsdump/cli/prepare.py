@@ -12,6 +12,7 @@ import typer
 from rich.console import Console, Group
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from hsdump.cli.options import one_of, read_template
 from hsdump.cli.output import Result, emit
 from hsdump.errors import InputError, UsageError
 from hsdump.prompts import PromptOptions, Renderer, Skip
@@ -60,12 +61,12 @@ def prepare(
     """
     options = PromptOptions(
         max_tokens=max_tokens,
-        too_long=_one_of("--too-long", too_long, ("skip", "split")),  # type: ignore[arg-type]  # checked here
-        turns=_one_of("--turns", turns, ("all", "last")),  # type: ignore[arg-type]  # checked here
-        thinking=_one_of("--thinking", thinking, ("keep", "require", "template", "drop", "refuse")),  # type: ignore[arg-type]  # checked here
-        control_tokens=_one_of("--control-tokens", control_tokens, ("skip", "allow")),  # type: ignore[arg-type]  # checked here
-        text=_one_of("--text", text, ("chat", "all")),  # type: ignore[arg-type]  # checked here
-        chat_template=_read_template(chat_template),
+        too_long=one_of("--too-long", too_long, ("skip", "split")),
+        turns=one_of("--turns", turns, ("all", "last")),
+        thinking=one_of("--thinking", thinking, ("keep", "require", "template", "drop", "refuse")),
+        control_tokens=one_of("--control-tokens", control_tokens, ("skip", "allow")),
+        text=one_of("--text", text, ("chat", "all")),
+        chat_template=read_template(chat_template),
         date=date,
         default_system=default_system,
         roles=_roles(role),
@@ -127,21 +128,6 @@ def _nothing_left(report: PrepareReport) -> str:
     lines = [f"0 samples from {report.notes.counts['rows']} rows ({reasons})"]
     lines += [f"  {examples[0]['source']}: {examples[0]['detail']}" for examples in report.examples.values()]
     return "\n".join(lines)
-
-
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise UsageError(f"{option} {value} is not known", f"choose one of {', '.join(known)}")
-    return value
-
-
-def _read_template(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--chat-template {path} cannot be read: {error}", "pass a Jinja file in UTF-8") from error
 
 
 def _roles(pairs: list[str]) -> dict[str, str]:

@@ -45,13 +45,16 @@ class Offer:
     """Name of this process's ring."""
 
 
-def handshake(url: str, run: str, spool: Path | None = None) -> tuple[EngineInfo, HandOver]:
+def handshake(
+    url: str, run: str, spool: Path | None = None, headers: dict[str, str] | None = None
+) -> tuple[EngineInfo, HandOver]:
     """Find the server's spool and prove that it is this server's.
 
     Args:
         url: base URL of the server.
         run: this client's run id.
         spool: look only there.
+        headers: sent with every request, for a server that asks for a key.
 
     Returns:
         What the server offers, and this run's end of its hand-over.
@@ -60,7 +63,7 @@ def handshake(url: str, run: str, spool: Path | None = None) -> tuple[EngineInfo
         ServerError: nobody answers, it is not SGLang, or no capture is on; says what to do.
         SpoolError: the spool cannot be used by this process.
     """
-    facts = server_facts(url)
+    facts = server_facts(url, headers)
     offers = find_offers(spool)
     here = [offer for offer in offers if offer.port == httpx.URL(url).port]
     for offer in here:
@@ -75,7 +78,7 @@ def handshake(url: str, run: str, spool: Path | None = None) -> tuple[EngineInfo
     try:
         for root, offer in candidates.items():
             ends[root] = _open_end(offer, [other for other in offers if other.root == root], run)
-        chosen = _say_hello(url, run, ends)
+        chosen = _say_hello(url, run, ends, headers)
     except BaseException:
         for end in ends.values():
             end.close()
@@ -104,14 +107,14 @@ def _open_end(offer: Offer, together: list[Offer], run: str) -> HandOver:
     return RingHandOver(offer.root, run, rings, info.shape)
 
 
-def server_facts(url: str) -> dict[str, Any]:
+def server_facts(url: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
     """Ask what the server is.
 
     Raises:
         ServerError: nobody answers, or not an SGLang.
     """
     facts: dict[str, Any] = {}
-    with httpx.Client(base_url=url, timeout=30.0) as client:
+    with httpx.Client(base_url=url, timeout=30.0, headers=headers) as client:
         for paths in (("/model_info", "/get_model_info"), ("/server_info", "/get_server_info")):
             facts |= _first_answer(client, url, paths)
     if "model_path" not in facts:
@@ -123,6 +126,8 @@ def _first_answer(client: httpx.Client, url: str, paths: tuple[str, str]) -> dic
     for path in paths:
         try:
             response = client.get(path)
+            if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+                raise ServerError(f"the server at {url} wants a key", "set HSDUMP_API_KEY to the server's --api-key")
             found = response.json() if response.status_code == httpx.codes.OK else None
         except httpx.TransportError as error:
             raise ServerError(
@@ -163,14 +168,14 @@ def _read_offer(root: Path, path: Path) -> Offer | None:
         return None
 
 
-def _say_hello(url: str, run: str, ends: dict[Path, HandOver]) -> Path:
+def _say_hello(url: str, run: str, ends: dict[Path, HandOver], headers: dict[str, str] | None) -> Path:
     """Capture a few tokens and see in which spool they appear."""
     ids = np.arange(HELLO_TOKENS, dtype=np.int64)
     rid = Rid(run, sample_key(ids, np.zeros(HELLO_TOKENS, dtype=np.uint8)), 0, HELLO_TOKENS)
     for end in ends.values():
         end.expect(rid)
     try:
-        response = httpx.post(f"{url}/generate", json=generate_body(rid, ids.tolist()), timeout=60.0)
+        response = httpx.post(f"{url}/generate", json=generate_body(rid, ids.tolist()), timeout=60.0, headers=headers)
     except httpx.TransportError as error:
         raise ServerError(
             f"the server at {url} did not answer a request of {HELLO_TOKENS} tokens ({error or type(error).__name__})",

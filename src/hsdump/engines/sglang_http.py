@@ -39,11 +39,18 @@ class SglangEngine:
     """One SGLang server with hsdump's capture on. Use from one event loop."""
 
     def __init__(
-        self, url: str, *, spool: Path | None = None, request_timeout_s: float = 600.0, server_wait_s: float = 120.0
+        self,
+        url: str,
+        *,
+        spool: Path | None = None,
+        api_key: str | None = None,
+        request_timeout_s: float = 600.0,
+        server_wait_s: float = 120.0,
     ) -> None:
         """Args:
         url: base URL, such as `http://127.0.0.1:30000`.
         spool: the server's spool, when it cannot be found by itself.
+        api_key: the server's `--api-key`.
         request_timeout_s: for one request, waiting in the server's queue included.
         server_wait_s: how long to wait for a server that went away.
         """
@@ -57,12 +64,15 @@ class SglangEngine:
         self._reconnecting = asyncio.Lock()
         self._abandoned: set[Rid] = set()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=request_timeout_s, limits=limits)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.AsyncClient(
+            base_url=self.url, timeout=request_timeout_s, limits=limits, headers=self._headers
+        )
 
     def handshake(self) -> EngineInfo:
         """See `hsdump.engines.handshake.handshake`; also removes what dead clients and servers left behind."""
         sweep_dead_spools()
-        info, hand_over = handshake(self.url, self.run, self._spool)
+        info, hand_over = handshake(self.url, self.run, self._spool, self._headers)
         if info.spool_dir is not None:
             sweep_dead_clients(Path(info.spool_dir))
         self._info, self._hand_over = info, hand_over
@@ -222,7 +232,7 @@ class SglangEngine:
         if self._info is None or self._info.spool_dir is None or self._hand_over is None:
             return False
         try:
-            server_facts(self.url)
+            server_facts(self.url, self._headers)
         except ServerError:
             return False
         return any(is_held(lock) for lock in Path(self._info.spool_dir).glob("server-*.lock"))

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TypeVar
 
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, Engine
-from hsdump.errors import HsdumpError
+from hsdump.errors import HsdumpError, InputError
 from hsdump.extract.budget import ByteBudget
 from hsdump.extract.plan import ExtractOptions, ExtractPlan, count_rows
 from hsdump.extract.state import RunState
@@ -52,6 +52,7 @@ class Driver:
         self._slots = asyncio.Semaphore(options.concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
+        self._unforeseen: BaseException | None = None
         self._store_thread = ThreadPoolExecutor(1, "hsdump-store")
         self._reader_thread = ThreadPoolExecutor(1, "hsdump-reader")
         self._uncommitted: dict[str, int] = {}
@@ -75,6 +76,8 @@ class Driver:
         finally:
             self._store_thread.shutdown()
             self._reader_thread.shutdown(cancel_futures=True)
+        if self._unforeseen is not None:
+            raise self._unforeseen
         return self.state
 
     async def _run_to_end(self) -> None:
@@ -83,6 +86,8 @@ class Driver:
             await self._admit_all()
             if self._tasks:
                 await asyncio.wait(self._tasks)
+        except InputError as error:
+            self._end_early(self._plan.renderer_problem or error)
         except HsdumpError as error:
             self._end_early(error)
         finally:
@@ -138,7 +143,14 @@ class Driver:
         await self._budget.acquire(num_bytes)
         task = asyncio.create_task(self._capture_one(sample, num_bytes))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        """Keep what nobody foresaw: it ends the run with its own trace instead of being lost with the task."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._unforeseen = self._unforeseen or error
+            self.stop(f"{type(error).__name__}: {error}")
 
     async def _capture_one(self, sample: TokenSample, num_bytes: int) -> None:
         self.state.in_flight += 1

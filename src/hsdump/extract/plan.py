@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
 
 from hsdump._version import __version__
 from hsdump.errors import InputError, StoreError, UsageError
 from hsdump.extract.identity import model_digest
 from hsdump.layers import check_layers
-from hsdump.prompts import PromptOptions, Renderer
+from hsdump.prompts import PromptOptions, Renderer, prepared_settings
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.store import Manifest
 
@@ -43,8 +42,8 @@ class ExtractOptions:
     commit_s: float = 30.0
     """Captured samples wait at most so long for their commit; a kill costs at most this much work."""
 
-    chat_template: str | None = None
-    turns: Literal["all", "last"] = "all"
+    prompts: PromptOptions = field(default_factory=PromptOptions)
+    """How conversations become tokens; lengths and vocabulary are settled by the handshake."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +59,10 @@ class ExtractPlan:
 
     prompt_options: PromptOptions
     renderer: Renderer | None
+
+    renderer_problem: InputError | None
+    """Why there is none; said as soon as a row needs one."""
+
     manifest: Manifest
 
 
@@ -98,13 +101,8 @@ def make_plan(options: ExtractOptions, info: EngineInfo) -> ExtractPlan:
     max_tokens = min(options.max_tokens or info.context_length, info.context_length)
     if max_tokens < 1:
         raise UsageError(f"--max-tokens {options.max_tokens} leaves nothing", "use at least 1")
-    prompt_options = PromptOptions(
-        max_tokens=max_tokens,
-        vocab_size=info.vocab_size,
-        turns=options.turns,
-        chat_template=options.chat_template,
-    )
-    renderer = _renderer(options.model, info.model_path, prompt_options)
+    prompt_options = replace(options.prompts, max_tokens=max_tokens, vocab_size=info.vocab_size)
+    renderer, problem = _renderer(options.model, info.model_path, prompt_options)
     manifest = Manifest(
         format_version=1,
         engine=info.engine,
@@ -119,8 +117,8 @@ def make_plan(options: ExtractOptions, info: EngineInfo) -> ExtractPlan:
         dtype=shape.dtype,
         final_state=shape.final_state,
         layer_meaning=LAYER_MEANING,
-        tokenizer_digest=renderer.tokenizer_digest if renderer else "none",
-        template_digest=renderer.template_digest if renderer else "none",
+        tokenizer_digest=_made_by("tokenizer_digest", options.inputs, renderer),
+        template_digest=_made_by("template_digest", options.inputs, renderer),
         max_tokens=max_tokens,
         codec="raw",
         hsdump_version=__version__,
@@ -134,6 +132,7 @@ def make_plan(options: ExtractOptions, info: EngineInfo) -> ExtractPlan:
         columns=columns,
         prompt_options=prompt_options,
         renderer=renderer,
+        renderer_problem=problem,
         manifest=manifest,
     )
 
@@ -164,11 +163,18 @@ def _columns(asked: Sequence[int] | None, info: EngineInfo) -> tuple[int, ...]:
     return (*(captured.index(layer) for layer in layers), len(captured))
 
 
-def _renderer(asked: str | None, served: str, options: PromptOptions) -> Renderer | None:
+def _renderer(asked: str | None, served: str, options: PromptOptions) -> tuple[Renderer | None, InputError | None]:
     """Load the tokenizer that was asked for, or the served model's; ready-made token ids do without the latter."""
     if asked is not None:
-        return Renderer.load(asked, options)
+        return Renderer.load(asked, options), None
     try:
-        return Renderer.load(served, options)
-    except InputError:
-        return None
+        return Renderer.load(served, options), None
+    except InputError as error:
+        return None, error
+
+
+def _made_by(digest: str, inputs: Sequence[Path], renderer: Renderer | None) -> str:
+    """Say what made the tokens: the prepared files' own tokenizer and template, else those of this run."""
+    prepared = {str(prepared_settings(path).get(digest, "")) for path in inputs} - {""}
+    own = getattr(renderer, digest) if renderer else "none"
+    return "+".join(sorted(prepared)) or own

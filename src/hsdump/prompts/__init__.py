@@ -6,7 +6,7 @@ Client side: needs transformers for the tokenizer and the template, never torch 
 """
 
 from hsdump.prompts.options import PromptOptions, Skip
-from hsdump.prompts.pipeline import Notes, read_samples
+from hsdump.prompts.pipeline import Notes, prepared_settings, read_samples
 from hsdump.prompts.renderer import Renderer
 
-__all__ = ["Notes", "PromptOptions", "Renderer", "Skip", "read_samples"]
+__all__ = ["Notes", "PromptOptions", "Renderer", "Skip", "prepared_settings", "read_samples"]

@@ -9,14 +9,13 @@ import gzip
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO, cast
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from hsdump.errors import InputError
 from hsdump.prompts.options import Skip
@@ -25,8 +24,6 @@ _CHUNK_CHARS = 1 << 20
 _WHOLE_DOCUMENT_BYTES = 256 << 20
 """A file that starts with an unfinished `{` is tried as one JSON object up to this size."""
 
-_TABLE_BATCH_ROWS = 256
-_TOKEN_COLUMNS = frozenset({"input_ids", "loss_mask"})
 _HEADER_WORDS = frozenset({"question", "answer", "prompt", "completion", "response", "instruction", "output", "text"})
 """A first TSV line with one of these is a header. Without a header there are two columns, question and answer."""
 
@@ -54,14 +51,21 @@ def read_rows(path: Path) -> Iterator[Row | Skip]:
         with path.open("rb") as file:
             magic = file.read(6)
         if magic.startswith(b"PAR1"):
-            yield from _parquet_rows(path)
+            yield from _tables().parquet_rows(path)
         elif magic.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
-            yield from _arrow_rows(path, stream=not magic.startswith(b"ARROW1"))
+            yield from _tables().arrow_rows(path, stream=not magic.startswith(b"ARROW1"))
         else:
             with _open_plain(path, magic) as file:
                 yield from _text_rows(path, file)
-    except (OSError, EOFError, pa.ArrowException) as error:
+    except (OSError, EOFError) as error:
         raise InputError(f"input {path} cannot be read: {error}", "check the file, it may be cut") from error
+
+
+def _tables() -> ModuleType:
+    """pyarrow takes a third of a second to import, and most files are lines of JSON."""
+    from hsdump.prompts import tables
+
+    return tables
 
 
 def check_input(path: Path) -> None:
@@ -82,46 +86,8 @@ def _open_plain(path: Path, magic: bytes) -> BinaryIO:
     if magic.startswith(b"\x1f\x8b"):
         return cast("BinaryIO", gzip.open(path, "rb"))
     if magic.startswith(b"\x28\xb5\x2f\xfd"):
-        return io.BufferedReader(pa.input_stream(path, compression="zstd"))
+        return io.BufferedReader(_tables().zstd_stream(path))
     return path.open("rb")
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        yield from _table_rows(path.name, file.iter_batches(batch_size=_TABLE_BATCH_ROWS))
-
-
-def _arrow_rows(path: Path, *, stream: bool) -> Iterator[Row]:
-    """Read Arrow's file format and its stream format, which `datasets` writes under the name .arrow."""
-    with pa.memory_map(str(path)) as source:
-        reader = pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)
-        batches = reader if stream else (reader.get_batch(index) for index in range(reader.num_record_batches))
-        yield from _table_rows(
-            path.name,
-            (
-                batch.slice(at, _TABLE_BATCH_ROWS)
-                for batch in batches
-                for at in range(0, batch.num_rows, _TABLE_BATCH_ROWS)
-            ),
-        )
-
-
-def _table_rows(name: str, batches: Iterable[Any]) -> Iterator[Row]:
-    index = 0
-    for batch in batches:
-        tokens = {
-            column: batch.column(column)
-            for column, kind in zip(batch.schema.names, batch.schema.types, strict=True)
-            if column in _TOKEN_COLUMNS and pa.types.is_list(kind) and pa.types.is_integer(kind.value_type)
-        }
-        others = [column for column in batch.schema.names if column not in tokens]
-        values = batch.select(others).to_pylist() if others else [{} for _ in range(batch.num_rows)]
-        for place, value in enumerate(values):
-            # Token columns go to numpy directly: one Python object a token would cost 100 times the memory.
-            for column, array in tokens.items():
-                value[column] = array[place].values.to_numpy() if array[place].is_valid else None
-            yield Row(source=f"{name}[{index}]", value=value)
-            index += 1
 
 
 def _text_rows(path: Path, file: BinaryIO) -> Iterator[Row | Skip]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hsdump.errors import InputError
 from hsdump.prompts.conversation import TokenRow
@@ -16,7 +17,6 @@ from hsdump.prompts.inputs import Row, check_input, read_rows
 from hsdump.prompts.options import PromptOptions, RowRefused, Skip
 from hsdump.prompts.renderer import Outcome, Renderer, row_source
 from hsdump.prompts.rows import parse_row
-from hsdump.prompts.samples_file import read_settings
 from hsdump.prompts.tokenrows import token_sample
 from hsdump.samples import TokenSample
 
@@ -97,9 +97,20 @@ def read_masked(
             yield sample, strategy
 
 
+def prepared_settings(path: Path) -> dict[str, Any]:
+    """Give what made the tokens of a file that `hsdump prepare` wrote; empty for any other file."""
+    check_input(path)
+    with path.open("rb") as file:
+        if file.read(4) != b"PAR1":
+            return {}
+    from hsdump.prompts.samples_file import read_settings  # pyarrow, for Parquet only
+
+    return read_settings(path)
+
+
 def _rows(path: Path, renderer: Renderer | None) -> Iterator[Row | Skip]:
     """Read one file; tokens that another tokenizer made are not this model's."""
-    made_with = read_settings(path).get("tokenizer_digest") if renderer is not None else None
+    made_with = prepared_settings(path).get("tokenizer_digest") if renderer is not None else None
     if renderer is not None and made_with not in (None, renderer.tokenizer_digest):
         raise InputError(
             f"{path} was prepared with another tokenizer ({made_with}; this model's is {renderer.tokenizer_digest})",
