@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-CASES = {"dev": 60, "ci": 2000, "nightly": 20_000}
+CASES = {"dev": 100, "ci": 2000, "nightly": 20_000}
 PROFILE = os.environ.get("HSDUMP_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 
 for name, cases in CASES.items():

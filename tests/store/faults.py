@@ -26,6 +26,9 @@ class FaultyFs(Fs):
         self.fuse, self.kind, self.random = fuse, kind, random.Random(seed)
         self.operations = 0
         self.dead = False
+        self.worst = False
+        """All that was not made durable is lost, instead of some of it."""
+
         self._paths: dict[int, Path] = {}
         self._synced_bytes: dict[Path, int] = {}
         """Files with bytes that were not made durable, and how many were."""
@@ -97,10 +100,10 @@ class FaultyFs(Fs):
     def lose_power(self) -> None:
         """Leave on the real disk one of the states that a power loss may leave."""
         for old, new in reversed(self._renames):
-            if self.random.random() < 0.5 and new.exists() and not old.exists():
+            if (self.worst or self.random.random() < 0.5) and new.exists() and not old.exists():
                 new.rename(old)
                 if new in self._synced_bytes:
                     self._synced_bytes[old] = self._synced_bytes.pop(new)
         for path, durable in self._synced_bytes.items():
             if path.exists():
-                os.truncate(path, self.random.randint(durable, path.stat().st_size))
+                os.truncate(path, durable if self.worst else self.random.randint(durable, path.stat().st_size))

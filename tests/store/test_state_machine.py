@@ -16,8 +16,10 @@ from tests.store.faults import Crash, FaultyFs
 from tests.store.making import Made, assert_equal, make_manifest, make_sample
 
 MANIFEST = make_manifest()
-SEEDS = st.integers(0, 11)
-SAMPLES = {seed: make_sample(seed, MANIFEST) for seed in range(12)}
+SEEDS = st.integers(0, 5)
+"""Few samples, so that the same one fails, is committed, is lost and comes again."""
+
+SAMPLES = {seed: make_sample(seed, MANIFEST) for seed in range(6)}
 
 FUSES = st.one_of(st.none(), st.integers(1, 25))
 """Operations until the disk fails; None: it does not."""
@@ -55,7 +57,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.writer = StoreWriter.open(self.path, MANIFEST, options=options)
 
     @precondition(lambda self: self.writer is not None)
-    @rule(seeds=st.lists(SEEDS, max_size=4, unique=True))
+    @rule(seeds=st.lists(SEEDS, min_size=1, max_size=4, unique=True))
     def add(self, seeds: list[int]) -> None:
         for made in (SAMPLES[seed] for seed in seeds):
             if self.writer is None or made.sample.key in self.committed or made.sample.key in self.added:
@@ -85,6 +87,26 @@ class StoreMachine(RuleBasedStateMachine):
         if sample.key not in self.committed:
             self.failures[sample.key] = reason
         self._try(lambda: writer.record_failure(sample, reason, "", attempts=1), failures_before=before)
+
+    @precondition(lambda self: self.writer is not None)
+    @rule(operations=st.integers(1, 9), kind=st.sampled_from(["crash", "error"]))
+    def arm(self, operations: int, kind: str) -> None:
+        """Let the disk fail soon: a commit takes about nine operations."""
+        self.fs.fuse, self.fs.kind = self.fs.operations + operations, kind
+
+    @precondition(lambda self: self.added)
+    @rule()
+    def commit_what_waits(self) -> None:
+        """The same as `commit`, which the search would otherwise mostly try on nothing."""
+        self.commit()
+
+    @precondition(lambda self: self.writer is not None)
+    @rule()
+    def power_goes(self) -> None:
+        """Between two calls, when everything promised must be durable already."""
+        self.fs.dead = self.fs.worst = True
+        self._give_up_writer()
+        self._restart(None)
 
     @rule()
     def close(self) -> None:
@@ -158,7 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
             try:
                 writer.close()
             except (Crash, StoreError):
-                if self.fs.fuse is None:
+                if self.fs.fuse is None and not self.fs.dead:
                     raise
         if self.fs.dead:
             self.fs.lose_power()

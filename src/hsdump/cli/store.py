@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from hsdump.errors import UsageError
 from hsdump.store import Store, WriterOptions
 from hsdump.store.export import FORMATS, ExportOptions, export_store
 from hsdump.store.info import StoreInfo, store_info
+from hsdump.store.scrub import Progress as Tick
 from hsdump.store.scrub import ScrubReport, repair, scrub
 from hsdump.store.surgery import SurgeryOptions, SurgeryReport, merge, recode, remove, split
 from hsdump.verify.norms import NormHistogram, scan_rows
@@ -175,7 +176,7 @@ def export(
     raise typer.Exit(emit(Result(data=report, text=text), as_json=json))
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "info": info,
     "ls": ls,
     "show": show,
@@ -189,7 +190,7 @@ COMMANDS = {
 
 
 @contextmanager
-def progress_bar() -> Iterator[object]:
+def progress_bar() -> Iterator[Tick]:
     """Show samples, bytes, rate on standard error, where that is a terminal."""
     console = Console(stderr=True)
     columns = (
@@ -211,8 +212,7 @@ def progress_bar() -> Iterator[object]:
         yield tick
 
 
-def _surgery(dry_run: bool, shard_bytes: int, tick: object) -> SurgeryOptions:
-    assert callable(tick)
+def _surgery(dry_run: bool, shard_bytes: int, tick: Tick) -> SurgeryOptions:
     return SurgeryOptions(dry_run=dry_run, writer=WriterOptions(shard_bytes=shard_bytes), progress=tick)
 
 

@@ -185,6 +185,10 @@ class Index:
     def positions(self) -> list[int]:
         return [row[0] for row in self._rows("SELECT position FROM samples ORDER BY position")]
 
+    def lengths(self) -> list[int]:
+        """List the tokens of each sample, in order of commit."""
+        return [row[0] for row in self._rows("SELECT num_tokens FROM samples ORDER BY position")]
+
     def sample(self, key: str) -> IndexedSample | None:
         rows = self._rows(f"SELECT {SAMPLE_COLUMNS} FROM samples WHERE key = ?", key)  # noqa: S608 - a constant
         return _sample(rows[0]) if rows else None

@@ -133,6 +133,16 @@ class Store:
             raise IndexError(which)
         return row
 
+    def proved_parts(self, row: IndexedSample) -> list[memoryview]:
+        """Give the bytes of a sample's tensors as the shard holds them, after their checksums held.
+
+        Raises:
+            StoreCorrupt: names the sample and its damaged tensors.
+        """
+        data = self._map(row)
+        _prove(row.record, data, shard_path(self.path, row.shard).name)
+        return [_view(data, entry) for entry in row.record.tensors]
+
     def rows_of(self, shard: int) -> list[IndexedSample]:
         """Give what the index knows of one shard's samples."""
         last = self._positions[-1] if len(self) else -1
@@ -163,6 +173,14 @@ class Store:
     def totals(self) -> tuple[int, int, int]:
         """Count samples, tokens and learned tokens."""
         return self._index().totals()
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Give the tokens of each sample, [len(self)], in order of commit, from the index alone."""
+        return np.asarray(self._index().lengths()[: len(self)], dtype=np.int64)
+
+    def longest(self) -> int:
+        """Give the tokens of the longest sample; 0 for an empty store."""
+        return int(self.lengths().max(initial=0))
 
     def close(self) -> None:
         """Let go of index and maps; arrays handed out stay valid."""

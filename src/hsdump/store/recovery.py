@@ -15,6 +15,7 @@ from hsdump.store.format import (
     PARTIAL_SUFFIX,
     QUARANTINE_FOLDER,
     SHARDS_FOLDER,
+    shard_name,
     shard_number,
     shard_path,
 )
@@ -46,6 +47,12 @@ def quarantine(store: Path, path: Path, reason: str, fs: Fs) -> Path:
     fs.sync_folder(path.parent)
     fs.sync_folder(folder)
     return target
+
+
+def delete_quarantined(store: Path, number: int, fs: Fs) -> None:
+    """Delete a shard that was set apart on purpose, with its reason."""
+    for path in sorted((store / QUARANTINE_FOLDER).glob(f"*-{shard_name(number)}*")):
+        fs.remove(path)
 
 
 def load_manifest(store: Path, fs: Fs, events: list[Event]) -> Manifest | None:

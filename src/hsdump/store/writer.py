@@ -18,25 +18,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsdump.arrays import NUMPY_DTYPES, StateArray
-from hsdump.errors import StoreError, StoreMismatch
+from hsdump.errors import StoreError
 from hsdump.samples import TokenSample
 from hsdump.store import recovery
 from hsdump.store.codecs import Encoded, EncodedState, check_codec, encode_state
 from hsdump.store.format import (
     INPUT_IDS,
-    LOCK_NAME,
     LOSS_MASK,
-    MANIFEST_NAME,
-    OWN_NAMES,
     SHARDS_FOLDER,
     SampleRecord,
     TensorEntry,
+    shard_path,
     tensor_bytes,
 )
 from hsdump.store.fs import Fs
 from hsdump.store.index import Event, Failure, Index, SkippedRow, utc_now
 from hsdump.store.lock import WriterLock
-from hsdump.store.manifest import Manifest, differences, encode_manifest
+from hsdump.store.manifest import Manifest
+from hsdump.store.opening import OpenedStore, disk_errors, open_store
 from hsdump.store.shard_writer import ShardWriter
 
 SKIPS_AT_ONCE = 1000
@@ -66,7 +65,8 @@ class StoreWriter:
         self.recovered: list[Event] = []
         """What `open` had to put in order."""
 
-        self._index, self._lock, self._options, self._fs = index, lock, options, options.fs
+        self.index, self.fs = index, options.fs
+        self._lock, self._options = lock, options
         self._shape = manifest.shape
         self._committed = set(index.keys())
         self._pending: set[str] = set()
@@ -86,30 +86,33 @@ class StoreWriter:
             StoreBusy: another process writes it.
             StoreMismatch: it was made with other facts; the message lists all differences.
         """
-        options = options or WriterOptions()
         check_codec(manifest.codec)
-        path = Path(path)
-        lock = _take_folder(path, options.fs)
-        events: list[Event] = []
+        options = options or WriterOptions()
+        return cls._of(open_store(Path(path), manifest, options.fs), options)
+
+    @classmethod
+    def _of(cls, opened: OpenedStore, options: WriterOptions) -> StoreWriter:
         try:
-            with disk_errors(path):
-                stored = recovery.load_manifest(path, options.fs, events)
-                if stored is None:
-                    options.fs.write_file(path / MANIFEST_NAME, encode_manifest(manifest))
-                    stored = manifest
-                _refuse_other(path, stored, manifest)
-                index = recovery.open_index(path, stored, options.fs, events)
-                try:
-                    recovery.recover(path, index, stored, options.fs, events)
-                    writer = cls(path, stored, index, lock, options)
-                except BaseException:
-                    index.close()
-                    raise
+            writer = cls(opened.path, opened.manifest, opened.index, opened.lock, options)
         except BaseException:
-            lock.release()
+            opened.close()
             raise
-        writer.recovered = events
+        writer.recovered = opened.events
         return writer
+
+    @classmethod
+    def reopen(cls, path: Path, *, options: WriterOptions | None = None) -> StoreWriter:
+        """Open an existing store as it is, to repair it or take something out.
+
+        Raises:
+            StoreError, StoreBusy: as `open`.
+        """
+        options = options or WriterOptions()
+        return cls._of(open_store(Path(path), None, options.fs), options)
+
+    def is_known(self, key: str) -> bool:
+        """Tell whether a sample is committed or waits for `commit`."""
+        return key in self._committed or key in self._pending
 
     def is_committed(self, key: str) -> bool:
         """Tell whether a sample is safely in the store. May be asked from any thread."""
@@ -122,7 +125,7 @@ class StoreWriter:
 
     def failures(self) -> dict[str, Failure]:
         """Give the samples that failed and never succeeded, by key."""
-        return self._index.failures()
+        return self.index.failures()
 
     @property
     def pending_bytes(self) -> int:
@@ -173,14 +176,73 @@ class StoreWriter:
         """
         self._check_usable()
         self._flush_skips()
-        if not self._shards:
-            return []
+        return self._commit(None) if self._shards else []
+
+    def copy(self, record: SampleRecord, parts: Sequence[Any]) -> None:
+        """Take a sample over as another shard holds it, without decoding it.
+
+        Args:
+            parts: the bytes of `record.tensors`, whose checksums the caller has proved.
+
+        Raises:
+            StoreError: the sample is in the store already, or the disk failed.
+        """
+        self._check_usable()
+        self._refuse_twice(record.key, record.source)
+        self._append_copy(record, parts)
+
+    def replace_shard(
+        self, number: int, keep: Sequence[tuple[SampleRecord, Sequence[Any]]], why: Event, *, delete: bool = False
+    ) -> list[str]:
+        """Put some of a shard's samples into a new one; the old shard goes to quarantine. Durable on return.
+
+        Dying in between leaves either the old shard in place or the new one to be adopted: samples that were taken
+        out never come back by themselves.
+
+        Args:
+            keep: records and proved bytes, as for `copy`.
+            why: recorded; its detail becomes the reason in quarantine.
+            delete: delete the old shard when all is durable, instead of leaving it in quarantine.
+
+        Returns:
+            Keys that are not in the store any more.
+        """
+        self._check_usable()
+        assert not self._shards, "commit first"
+        before = [row.record.key for row in self.index.samples(number)]
+        for record, parts in keep:
+            self._append_copy(record, parts)
+        self._commit((number, why))
+        if delete:
+            recovery.delete_quarantined(self.path, number, self.fs)
+        kept = {record.key for record, _ in keep}
+        gone = [key for key in before if key not in kept]
+        self._committed.difference_update(gone)
+        return gone
+
+    def _append_copy(self, record: SampleRecord, parts: Sequence[Any]) -> None:
+        encoded = [
+            Encoded(dtype=entry.dtype, shape=entry.shape, data=data)
+            for entry, data in zip(record.tensors, parts, strict=True)
+        ]
+        with self._all_or_broken():
+            self._shard_for(record).append(record, encoded)
+        self._pending.add(record.key)
+
+    def _commit(self, replaced: tuple[int, Event] | None) -> list[str]:
         with self._all_or_broken():
             headers = [shard.finish() for shard in self._shards]
-            self._fs.sync_folder(self.path / SHARDS_FOLDER)
-            with self._index.transaction():
+            self.fs.sync_folder(self.path / SHARDS_FOLDER)
+            if replaced:
+                old = shard_path(self.path, replaced[0])
+                if old.exists():
+                    recovery.quarantine(self.path, old, replaced[1].detail, self.fs)
+            with self.index.transaction():
+                if replaced:
+                    self.index.remove_shard(replaced[0])
+                    self.index.add_event(replaced[1])
                 for header, header_bytes in headers:
-                    self._index.add_shard(header, header_bytes)
+                    self.index.add_shard(header, header_bytes)
         keys = [record.key for header, _ in headers for record in header.samples]
         self._shards.clear()
         self._pending.clear()
@@ -189,20 +251,24 @@ class StoreWriter:
 
     def record_failure(self, sample: TokenSample, reason: str, detail: str, *, attempts: int) -> None:
         """Note durably why a sample has no states. A later success replaces it; it never replaces a success."""
-        self._check_usable()
-        if sample.key in self._committed:
-            return
-        failure = Failure(
-            key=sample.key,
-            source=sample.source,
-            num_tokens=len(sample.input_ids),
-            reason=reason,
-            detail=detail,
-            attempts=attempts,
-            at=utc_now(),
+        self.record_failure_of(
+            Failure(
+                key=sample.key,
+                source=sample.source,
+                num_tokens=len(sample.input_ids),
+                reason=reason,
+                detail=detail,
+                attempts=attempts,
+                at=utc_now(),
+            )
         )
-        with self._all_or_broken(), self._index.transaction():
-            self._index.add_failure(failure)
+
+    def record_failure_of(self, failure: Failure) -> None:
+        """Note a failure as another store has it, under the same rules."""
+        self._check_usable()
+        if failure.key not in self._committed:
+            with self._all_or_broken(), self.index.transaction():
+                self.index.add_failure(failure)
 
     def record_skip(self, source: str, reason: str, detail: str) -> None:
         """Note an input row that never became a sample; durable with the next commit or close."""
@@ -224,7 +290,7 @@ class StoreWriter:
             with disk_errors(self.path):
                 self._discard_pending()
         finally:
-            self._index.close()
+            self.index.close()
             self._lock.release()
             self._broken = self._broken or "it was closed"
 
@@ -250,7 +316,7 @@ class StoreWriter:
             last = self._shards[-1]
             if last.data_bytes < self._options.shard_bytes and last.has_room_for(record):
                 return last
-        shard = ShardWriter(self.path, self._next_number, self.manifest, self._fs, self._options.shard_bytes)
+        shard = ShardWriter(self.path, self._next_number, self.manifest, self.fs, self._options.shard_bytes)
         self._next_number += 1
         self._shards.append(shard)
         return shard
@@ -271,8 +337,11 @@ class StoreWriter:
         if wrong:
             what = f"sample {sample.key} ({sample.source}) does not fit the store: {'; '.join(wrong)}"
             raise StoreError(what, f"every state must be {dtype} {list(want)}, as the manifest says")
-        if sample.key in self._committed or sample.key in self._pending:
-            what = f"sample {sample.key} ({sample.source}) is in the store already"
+        self._refuse_twice(sample.key, sample.source)
+
+    def _refuse_twice(self, key: str, source: str) -> None:
+        if key in self._committed or key in self._pending:
+            what = f"sample {key} ({source}) is in the store already"
             raise StoreError(what, "ask is_committed(key) before capturing")
 
     def _check_usable(self) -> None:
@@ -281,8 +350,8 @@ class StoreWriter:
 
     def _flush_skips(self) -> None:
         if self._skips:
-            with self._all_or_broken(), self._index.transaction():
-                self._index.add_skips(self._skips)
+            with self._all_or_broken(), self.index.transaction():
+                self.index.add_skips(self._skips)
             self._skips.clear()
 
     def _discard_pending(self) -> None:
@@ -300,40 +369,6 @@ class StoreWriter:
         except BaseException as error:
             self._broken = str(error.what if isinstance(error, StoreError) else error) or type(error).__name__
             raise
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Say what the disk refused in words of ours."""
-    try:
-        yield
-    except OSError as error:
-        what = f"{path}: {error.strerror or error} ({error.filename or 'while writing'})"
-        fix = "make room or repair the disk, then run the same command again; committed samples are safe"
-        raise StoreError(what, fix) from error
-
-
-def _take_folder(path: Path, fs: Fs) -> WriterLock:
-    """Make the folder where needed, prove that it can be written, take the lock."""
-    if path.exists() and not path.is_dir():
-        raise StoreError(f"{path} is a file", "name a folder for the store")
-    strangers = sorted(entry.name for entry in path.iterdir() if entry.name not in OWN_NAMES) if path.is_dir() else []
-    if strangers and not (path / MANIFEST_NAME).exists():
-        what = f"{path} is no store and not empty: it holds {', '.join(strangers[:3])}"
-        raise StoreError(what, "name a new or empty folder")
-    try:
-        fs.make_folder(path / SHARDS_FOLDER)
-        return WriterLock(path / LOCK_NAME)
-    except OSError as error:
-        what = f"{path} cannot be written: {error.strerror or error}"
-        raise StoreError(what, "name a writable folder on a disk with room, or change its rights") from error
-
-
-def _refuse_other(path: Path, stored: Manifest, asked: Manifest) -> None:
-    found = differences(stored, asked)
-    if found:
-        what = f"{path} was made with other settings:\n    " + "\n    ".join(found)
-        raise StoreMismatch(what, "use the same settings again, or name another folder for this data set")
 
 
 def _plain(dtype: str, data: NDArray[Any]) -> Encoded:
