@@ -29,7 +29,7 @@ RANKS = {
             ("schema",),
             ("spool",),
             ("capture", "engines", "prompts", "store"),
-            ("sglang", "extract", "launch", "verify"),
+            ("sglang", "extract", "launch", "torch", "verify"),
             ("demo",),
             ("cli",),
         )
