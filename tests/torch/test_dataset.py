@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import torch
 from hsdump.errors import UsageError
 from hsdump.torch import HiddenStateDataset, TokenBudgetSampler, make_loader
 from tests.store.making import Made, fill, make_manifest

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-import torch
 from hsdump.errors import UsageError
 from hsdump.store import Store, StoredSample
 from hsdump.torch.batches import TokenBudgetSampler
