@@ -7,7 +7,7 @@ Modes, all on the real SGLang with the same token ids, prefill only, 8 requests 
 - `plain`      a server without hsdump in its environment
 - `ordinary`   ordinary requests on a server that has capture on
 - `shm`        hsdump's requests on that same server, taken from shared memory and dropped
-- `json`       SGLang's own way out (`--enable-return-aux-hidden-states`, `return_hidden_states`), without the final state
+- `json`       SGLang's own way out (`--enable-return-aux-hidden-states`), without the final state
 
 `ordinary` and `shm` alternate on one server, so their ratio is free of drift between servers.
 """

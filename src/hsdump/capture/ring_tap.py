@@ -10,6 +10,7 @@ Letters: T = rows of the batch, H = hidden size.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 
 from hsdump.capture.batch import BatchStates, Segment
-from hsdump.capture.tap import Counters
 from hsdump.spool.ring import RegionLayout, RingSegment, RingWriter
 from hsdump.spool.writer import SpoolWriter
 
@@ -41,22 +41,21 @@ class RingTap:
         self._ring, self._notes, self._share = ring, notes, share
         self._memory = torch.frombuffer(ring.map, dtype=torch.uint8)
         self._copier = _CudaCopier(self._memory, ring) if device.startswith("cuda") else _HostCopier(ring)
-        self.counters = Counters()
 
     def take(self, segments: Sequence[Segment], states: BatchStates) -> None:
         """Queue the copies of one pass; never waits."""
-        start_s = time.monotonic()
+        start_ns = time.monotonic_ns()
         mine = [part for segment in segments if (part := _share_of(segment, *self._share)).num_rows]
         if mine:
             self._take(mine, states)
-        self.counters.batches += 1
-        self.counters.rows += sum(segment.num_rows for segment in mine)
-        self.counters.seconds += time.monotonic() - start_s
+        control = self._ring.control
+        control.add("batches", 1)
+        control.add("rows", sum(segment.num_rows for segment in mine))
+        control.add("busy_ns", time.monotonic_ns() - start_ns)
 
     def refuse(self, segments: Sequence[Segment], reason: str, detail: str) -> None:
         """Fail requests whose rows could not be taken."""
         for segment in segments:
-            self.counters.refused += 1
             self._notes.fail(segment.rid, reason, detail)
 
     def _take(self, segments: list[Segment], states: BatchStates) -> None:
@@ -109,8 +108,8 @@ class _CudaCopier:
             raise RuntimeError(f"cudaHostRegister of {memory.numel()} bytes failed with {result}")
         self._ring = ring
         self._stream: Any = torch.cuda.Stream()
-        self._waiting: queue.SimpleQueue[tuple[Any, int]] = queue.SimpleQueue()
-        self.delay_cycles = 0
+        self._waiting: queue.SimpleQueue[tuple[Any, int, int]] = queue.SimpleQueue()
+        self.delay_cycles = int(os.environ.get("HSDUMP_TEST_DELAY_CYCLES", "0"))
         """For the test that provokes a late copy: the side stream sleeps so long before each."""
 
         threading.Thread(target=self._publish, args=(torch.cuda.current_device(),), daemon=True).start()
@@ -118,7 +117,7 @@ class _CudaCopier:
     def copy(self, runs: Runs, copies: Copies, end: int) -> None:
         # The tensors of a pass under a CUDA graph are static buffers that the next replay overwrites: without the
         # clone, a copy that is late reads the next batch (measured: relative error 0.5 to 1.3, silently).
-        owned = [(_rows(source, runs).clone(), target) for source, target in copies]
+        owned = [(_owned_rows(source, runs), target) for source, target in copies]
         ready: Any = torch.cuda.Event()
         ready.record()
         done: Any = torch.cuda.Event(blocking=True)
@@ -130,15 +129,16 @@ class _CudaCopier:
                 target.copy_(source, non_blocking=True)
                 source.record_stream(self._stream)
             done.record(self._stream)
-        self._waiting.put((done, end))
+        self._waiting.put((done, end, time.monotonic_ns()))
 
     def _publish(self, device: int) -> None:
         torch.cuda.set_device(device)
         while True:
-            done, end = self._waiting.get()
+            done, end, queued_ns = self._waiting.get()
             try:
                 done.synchronize()
                 self._ring.publish(end)
+                self._ring.control.add("late_ns", time.monotonic_ns() - queued_ns)
             except Exception:  # a process border: the client's requests time out, the server goes on
                 logger.exception("hsdump could not publish a batch")
 
@@ -164,6 +164,6 @@ def _runs(segments: Sequence[Segment]) -> Runs:
     return runs
 
 
-def _rows(source: torch.Tensor, runs: Runs) -> torch.Tensor:
+def _owned_rows(source: torch.Tensor, runs: Runs) -> torch.Tensor:
     parts = [source[first : first + rows] for first, _, rows in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0].clone() if len(parts) == 1 else torch.cat(parts)

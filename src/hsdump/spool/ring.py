@@ -84,7 +84,18 @@ class Region:
 class Control:
     """The counters at the head of a ring. An aligned 8-byte store is atomic on the machines SGLang runs on."""
 
-    _FIELDS = ("magic", "data_bytes", "reserved", "published", "freed", "refused")
+    _FIELDS = (
+        "magic",
+        "data_bytes",
+        "reserved",
+        "published",
+        "freed",
+        "refused",
+        "batches",
+        "rows",
+        "busy_ns",
+        "late_ns",
+    )
 
     def __init__(self, page: memoryview) -> None:
         self._words = page.cast("Q")
@@ -94,6 +105,44 @@ class Control:
 
     def set(self, field: str, value: int) -> None:
         self._words[8 * self._FIELDS.index(field)] = value
+
+    def add(self, field: str, value: int) -> None:
+        """Add to a counter that has one writer."""
+        self._words[8 * self._FIELDS.index(field)] += value
+
+
+@dataclass(frozen=True, slots=True)
+class RingCounters:
+    """What capture cost one process so far."""
+
+    batches: int
+    rows: int
+    refused: int
+    """Regions that did not fit."""
+
+    busy_ns: int
+    """Of the scheduler's own thread."""
+
+    late_ns: int
+    """From the end of the tap to the publication of its region, added up: the copies, not anybody's waiting."""
+
+    used_bytes: int
+    data_bytes: int
+
+
+def read_counters(path: Path) -> RingCounters:
+    """Read a ring's counters, from any process of this host."""
+    with path.open("rb") as file:
+        control = Control(memoryview(bytearray(file.read(PAGE))))
+    return RingCounters(
+        batches=control.get("batches"),
+        rows=control.get("rows"),
+        refused=control.get("refused"),
+        busy_ns=control.get("busy_ns"),
+        late_ns=control.get("late_ns"),
+        used_bytes=control.get("reserved") - control.get("freed"),
+        data_bytes=control.get("data_bytes"),
+    )
 
 
 class RingWriter:
