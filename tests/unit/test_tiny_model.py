@@ -94,3 +94,25 @@ def test_generation_prompt_continues_where_the_assistant_would_begin(tiny_llama:
         "<|im_start|>assistant\n"
     )
     assert tokenizer.apply_chat_template(CHAT[:3], tokenize=False) == prompt + "A parrot.<|im_end|>\n"
+
+
+def test_deepseek_routing_has_no_near_ties_and_uses_every_expert(tiny_dsv3: Path) -> None:
+    """Else rounding turns some choices, and two correct implementations give different states."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_dsv3, dtype=torch.bfloat16).eval()
+    leads, used = [], set()
+
+    def look(router: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        scores = torch.sigmoid(args[0].reshape(-1, HIDDEN_SIZE).float() @ router.weight.float().T)
+        in_groups = scores.view(-1, 2, 4).sort(dim=-1, descending=True).values
+        group = in_groups[..., :2].sum(-1)
+        chosen = in_groups[torch.arange(len(scores)), group.argmax(-1)]
+        leads.append(min((chosen[:, 1] - chosen[:, 2]).min(), (group[:, 0] - group[:, 1]).abs().min()))
+        used.update(scores.topk(2).indices.unique().tolist())
+
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.register_forward_pre_hook(look)
+    with torch.no_grad():
+        model(torch.randint(3, VOCAB_SIZE, (1, 600), generator=torch.Generator().manual_seed(5)))
+    # bfloat16 noise moves a score by about 0.005: 1 % of a logit near 1, times the sigmoid's slope, with room.
+    assert min(leads) > 0.05
+    assert used == set(range(8))
