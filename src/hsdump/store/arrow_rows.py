@@ -42,7 +42,7 @@ def write_arrow_rows(store: Store, out: Path, fs: Fs) -> None:
         "_fingerprint": store.manifest.digest[:16],
         "_format_columns": None,
         "_format_kwargs": {},
-        "_format_type": None,
+        "_format_type": "torch",  # its reader compares tokens as tensors
         "_output_all_columns": False,
         "_split": None,
     }

@@ -70,10 +70,9 @@ def scrub(path: Path, progress: Progress | None = None, *, threads: int | None =
     """
     report = ScrubReport(store=str(path))
     with Store(path) as store:
-        for shard, found in _scrub_all(store, threads):
+        for shard, rows, found in _scrub_all(store, threads):
             report.shards += 1
             report.num_bytes += shard.num_bytes
-            rows = len(store.rows_of(shard.number))
             report.samples += rows
             if found is not None:
                 report.damaged.append(found)
@@ -113,24 +112,30 @@ def replace_with_sound(writer: StoreWriter, found: DamagedShard) -> list[str]:
         return writer.replace_shard(found.number, parts, event)
 
 
-def _scrub_all(store: Store, threads: int | None) -> Iterator[tuple[IndexedShard, DamagedShard | None]]:
-    shards = store.shards()
+def _scrub_all(store: Store, threads: int | None) -> Iterator[tuple[IndexedShard, int, DamagedShard | None]]:
+    """Give each shard with the number of its samples and what is wrong with it."""
+
+    def look(shard: IndexedShard) -> tuple[IndexedShard, int, DamagedShard | None]:
+        rows = store.rows_of(shard.number)
+        return shard, len(rows), _scrub_shard(store, shard, rows)
+
     with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), "hsdump-scrub") as pool:
-        yield from zip(shards, pool.map(lambda shard: _scrub_shard(store, shard), shards), strict=True)
+        yield from pool.map(look, store.shards())
 
 
-def _scrub_shard(store: Store, shard: IndexedShard) -> DamagedShard | None:
-    path, rows = shard_path(store.path, shard.number), store.rows_of(shard.number)
+def _scrub_shard(store: Store, shard: IndexedShard, rows: list[IndexedSample]) -> DamagedShard | None:
+    path = shard_path(store.path, shard.number)
     if not path.exists():
         return _all_lost(shard, rows, "its file is gone")
     if path.stat().st_size != shard.num_bytes:
         return _all_lost(shard, rows, f"it has {path.stat().st_size} bytes instead of {shard.num_bytes}")
     problem = _header_problem(store, shard, path)
-    samples = [
-        DamagedSample(key=row.record.key, source=row.record.source, shard=path.name, tensors=tensors)
-        for row in rows
-        if (tensors := damaged_tensors(path, row.record))
-    ]
+    with path.open("rb", buffering=0) as file:
+        samples = [
+            DamagedSample(key=row.record.key, source=row.record.source, shard=path.name, tensors=tensors)
+            for row in rows
+            if (tensors := damaged_tensors(file.fileno(), row.record))
+        ]
     if samples and not problem:
         problem = f"{len(samples)} of {len(rows)} samples have wrong bytes"
     if not problem:

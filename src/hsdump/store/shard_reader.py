@@ -53,11 +53,9 @@ def map_file(path: Path, num_bytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def damaged_tensors(path: Path, record: SampleRecord) -> list[str]:
+def damaged_tensors(fd: int, record: SampleRecord) -> list[str]:
     """Name the tensors of a sample whose bytes do not have their checksums; reads with bounded memory."""
-    with path.open("rb", buffering=0) as file:
-        fd = file.fileno()
-        return [entry.name for entry in record.tensors if _checksum(fd, entry) != entry.checksum]
+    return [entry.name for entry in record.tensors if _checksum(fd, entry) != entry.checksum]
 
 
 def damaged_pads(path: Path, header: ShardHeader) -> list[int]:
@@ -73,11 +71,12 @@ def check_shard(path: Path) -> tuple[ShardHeader, int]:
         StoreCorrupt: names the first sample and tensor that do not hold.
     """
     header, size = read_header(path)
-    for record in header.samples:
-        damaged = damaged_tensors(path, record)
-        if damaged:
-            what = f"{path.name}: sample {record.key} has wrong bytes in {', '.join(damaged)}"
-            raise StoreCorrupt(what, "it will be captured again by the next `hsdump extract`")
+    with path.open("rb", buffering=0) as file:
+        for record in header.samples:
+            damaged = damaged_tensors(file.fileno(), record)
+            if damaged:
+                what = f"{path.name}: sample {record.key} has wrong bytes in {', '.join(damaged)}"
+                raise StoreCorrupt(what, "it will be captured again by the next `hsdump extract`")
     pads = damaged_pads(path, header)
     if pads:
         raise StoreCorrupt(f"{path.name}: padding at byte {pads[0]} is not zero", "copy the shard from a backup")
@@ -87,7 +86,7 @@ def check_shard(path: Path) -> tuple[ShardHeader, int]:
 def _checksum(fd: int, entry: TensorEntry) -> str:
     """Hash a tensor in blocks that fit the cache; a file that ends early gives a checksum that is no tensor's."""
     digest = xxhash.xxh3_128()
-    block = memoryview(bytearray(BLOCK_BYTES))
+    block = memoryview(bytearray(min(BLOCK_BYTES, entry.num_bytes)))
     offset, end = entry.offset, entry.offset + entry.num_bytes
     while offset < end:
         size = os.preadv(fd, [block[: end - offset]], offset)
