@@ -14,6 +14,7 @@ Letters: S = tokens of one sample, H = hidden size.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -111,6 +112,10 @@ def decode_state(codec: str, parts: dict[str, Any], num_tokens: int, shape: Stat
     raise _corrupt(codec, "this hsdump does not have that codec")
 
 
+_THREADS_A_STATE = max(1, len(os.sched_getaffinity(0)) // 4)
+"""The caller runs the states of a sample side by side, four of them usually."""
+
+
 def _compress(data: StateArray, item_bytes: int) -> bytes:
     blosc2 = _blosc2()
     rows = max(1, CHUNK_BYTES // max(data[:1].nbytes, 1))
@@ -120,7 +125,7 @@ def _compress(data: StateArray, item_bytes: int) -> bytes:
             codec=blosc2.Codec.ZSTD,
             clevel=ZSTD_LEVEL,
             typesize=item_bytes,
-            nthreads=1,  # the caller runs states side by side
+            nthreads=_THREADS_A_STATE,
             filters=[blosc2.Filter.SHUFFLE],
             filters_meta=[0],
         )
