@@ -9,9 +9,10 @@ from pathlib import Path
 from hsdump.store import StoreWriter, WriterOptions
 from tests.store.making import Made, make_manifest, make_sample
 
-MANIFEST = make_manifest()
 LARGE_TOKENS = 100_000
 """4.8 MB of states: beyond what a shard keeps in memory."""
+
+MANIFEST = make_manifest(max_tokens=LARGE_TOKENS)
 
 
 def sample_of(number: int) -> Made:
