@@ -65,7 +65,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that a recovery or repair did."""
 
     kind: str
-    """`partial-removed`, `shard-indexed`, `shard-quarantined`, `sample-lost`, `index-rebuilt`, `manifest-rebuilt`."""
+    """`partial-removed`, `shard-indexed`, `shard-quarantined`, `sample-lost`, `index-rebuilt`, `manifest-rebuilt`,
+    `manifest-quarantined`; by repairs `shard-repaired`, by `hsdump store rm` `samples-removed`.
+    """
 
     subject: str
     detail: str

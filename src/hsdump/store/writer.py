@@ -137,19 +137,27 @@ class StoreWriter:
         """Tell whether what was added fills a shard, so that a commit now makes no small one."""
         return self.pending_bytes >= self._options.shard_bytes
 
-    def add(self, sample: TokenSample, states: Sequence[StateArray], *, attempts: int = 1) -> None:
+    def add(self, sample: TokenSample, states: Sequence[StateArray], *, attempts: int = 1) -> bool:
         """Take a sample over; it is safe only when `commit` returns its key.
+
+        Equal tokens and mask are one sample: when it is there already (two equal rows may be in flight at once), the
+        first stays.
 
         Args:
             states: L+1 arrays [S, H] in the order of `StateShape.names`. Not needed any more on return.
             attempts: tries that the capture took, for the record.
 
+        Returns:
+            True if it was taken, False if it was there.
+
         Raises:
-            StoreError: shapes or dtypes are not the manifest's, the sample is in the store already, or the disk
-                failed. After the disk failed the writer must be opened again.
+            StoreError: shapes or dtypes are not the manifest's, or the disk failed. After the disk failed the writer
+                must be opened again.
         """
         self._check_usable()
         self._check(sample, states)
+        if self.is_known(sample.key):
+            return False
         parts = {
             INPUT_IDS: [_plain("I64", np.ascontiguousarray(sample.input_ids, "<i8"))],
             LOSS_MASK: [_plain("U8", np.ascontiguousarray(sample.loss_mask, np.uint8))],
@@ -164,6 +172,7 @@ class StoreWriter:
             flat = [part for group in parts.values() for part in group]
             self._shard_for(record).append(record, flat)
         self._pending.add(sample.key)
+        return True
 
     def commit(self) -> list[str]:
         """Make everything added so far durable.
@@ -179,16 +188,16 @@ class StoreWriter:
         return self._commit(None) if self._shards else []
 
     def copy(self, record: SampleRecord, parts: Sequence[Any]) -> None:
-        """Take a sample over as another shard holds it, without decoding it.
+        """Take a sample that is not known here over as another store holds it, without decoding it.
 
         Args:
             parts: the bytes of `record.tensors`, whose checksums the caller has proved.
 
         Raises:
-            StoreError: the sample is in the store already, or the disk failed.
+            StoreError: the disk failed.
         """
         self._check_usable()
-        self._refuse_twice(record.key, record.source)
+        assert not self.is_known(record.key), "ask is_known first"
         self._append_copy(record, parts)
 
     def replace_shard(
@@ -337,12 +346,6 @@ class StoreWriter:
         if wrong:
             what = f"sample {sample.key} ({sample.source}) does not fit the store: {'; '.join(wrong)}"
             raise StoreError(what, f"every state must be {dtype} {list(want)}, as the manifest says")
-        self._refuse_twice(sample.key, sample.source)
-
-    def _refuse_twice(self, key: str, source: str) -> None:
-        if key in self._committed or key in self._pending:
-            what = f"sample {key} ({source}) is in the store already"
-            raise StoreError(what, "ask is_committed(key) before capturing")
 
     def _check_usable(self) -> None:
         if self._broken is not None:
