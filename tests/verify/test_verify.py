@@ -18,6 +18,7 @@ from hsdump.samples import TokenSample
 from hsdump.store import Store, StoreWriter, WriterOptions
 from hsdump.store.format import shard_path
 from hsdump.verify import Finding, Report, VerifyOptions, verify_store
+from hsdump.verify.norms import NormHistogram
 from tests.store.making import VOCAB, Made, fill, make_manifest, make_sample
 
 LENGTH = 24
@@ -63,6 +64,7 @@ def test_a_sound_store_is_clean(tmp_path: Path) -> None:
     assert report.learned_tokens == sum(int(one.sample.loss_mask.sum()) for one in made)
     assert [layer.layer for layer in report.layers] == ["layer2", "layer4", "final"]
     # Norms of 8 standard normal numbers are chi(8): median 2.71. A histogram bin is 4.4 % wide, 600 rows scatter 1 %.
+    assert all(layer.norm_min <= layer.norm_median <= layer.norm_p99 <= layer.norm_max for layer in report.layers)
     assert all(layer.norm_median == pytest.approx(2.71, rel=0.08) for layer in report.layers)
 
 
@@ -288,6 +290,13 @@ def test_damaged_manifest_and_index_are_corrupt_and_no_store_is_an_error(tmp_pat
     assert (report.counts, report.exit_code) == ({"index": 1}, 2)
     with pytest.raises(StoreError, match="is not a store"):
         verify_store(tmp_path)
+
+
+def test_rows_of_one_size_have_a_median_within_what_was_seen() -> None:
+    histogram = NormHistogram()
+    histogram.add(np.full(100, 16.02, np.float32))
+    summary = histogram.summary("final")
+    assert summary.norm_min == summary.norm_median == summary.norm_p99 == summary.norm_max == np.float32(16.02)
 
 
 def test_a_report_stays_small_and_counts_everything(tmp_path: Path) -> None:

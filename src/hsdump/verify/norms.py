@@ -107,12 +107,13 @@ class NormHistogram:
         self.total += other.total
 
     def quantile(self, share: float) -> float:
-        """Give the norm below which this share of the non-zero rows lies, to half a bin."""
+        """Give the norm below which this share of the non-zero rows lies, to half a bin, never beyond what was seen."""
         cumulated = np.cumsum(self.counts)
         if not len(cumulated) or not cumulated[-1]:
             return 0.0
         place = int(np.searchsorted(cumulated, share * cumulated[-1]))
-        return float(2.0 ** (LOWEST + (place + 0.5) / BINS_PER_DOUBLING))
+        middle = float(2.0 ** (LOWEST + (place + 0.5) / BINS_PER_DOUBLING))
+        return min(max(middle, self.low), self.high)
 
     def summary(self, layer: str) -> LayerSummary:
         return LayerSummary(
