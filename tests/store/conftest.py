@@ -1,4 +1,4 @@
-"""Hypothesis profiles: `dev` while working, `ci` where CI is set, `nightly` by hand with HSDUMP_PROFILE=nightly."""
+"""How long the random tests go on: `dev` while working, `ci` where CI is set, `nightly` with HSDUMP_PROFILE=nightly."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from hypothesis import HealthCheck, settings
 CASES = {"dev": 100, "ci": 2000, "nightly": 20_000}
 PROFILE = os.environ.get("HSDUMP_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 
-for name, cases in CASES.items():
-    settings.register_profile(
-        name,
-        max_examples=cases,
-        stateful_step_count=12,
-        deadline=None,  # a disk's speed is no property of the store
-        derandomize=name == "ci",
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
-settings.load_profile(PROFILE)
+MACHINE_SETTINGS = settings(
+    max_examples=CASES[PROFILE],
+    stateful_step_count=12,
+    deadline=None,  # a disk's speed is no property of the store
+    derandomize=PROFILE == "ci",
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+"""Of the state machine alone: a profile loaded here would be everybody's."""
 
 
 def memory_folder() -> Path:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -133,6 +133,7 @@ def test_a_header_with_a_reserved_place_is_the_same_but_for_spaces(tmp_path: Pat
     assert read_header(shard_path(long, 0))[1] % ALIGNMENT == 0
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=8),
     source=st.text(max_size=40),

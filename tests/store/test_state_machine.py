@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hsdump.errors import StoreError
 from hsdump.store import Store, StoreWriter, WriterOptions
 from hsdump.store.format import INDEX_NAME, MANIFEST_NAME, PARTIAL_SUFFIX, SHARDS_FOLDER, shard_path
-from tests.store.conftest import memory_folder
+from tests.store.conftest import MACHINE_SETTINGS, memory_folder
 from tests.store.faults import Crash, FaultyFs
 from tests.store.making import Made, assert_equal, make_manifest, make_sample
 
@@ -187,3 +187,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = MACHINE_SETTINGS

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsdump.errors import UsageError
@@ -19,6 +19,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [position for batch in batches for position in batch]
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
     world_size=st.integers(1, 5),
