@@ -73,6 +73,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--pythonpath", default=os.environ.get("PYTHONPATH", ""))
     parser.add_argument("--spool-bytes", type=int, default=4 << 30)
     parser.add_argument("--lengths", default="")
+    parser.add_argument("--codecs", default="raw,blosc2", help="of the committed stores")
+    parser.add_argument("--no-decode", action="store_true", help="leave the ordinary decode traffic out")
+    parser.add_argument("--store-tokens", type=int, default=130_000, help="tokens of each committed store")
     parser.add_argument("--stages", default="disk,without,with_capture,naive,compare")
     parser.add_argument("--rounds", type=int, default=2)
     return parser.parse_args()
@@ -106,6 +109,11 @@ class Bench:
         self.results["rows"].append(found)
         print(json.dumps(found), flush=True)
 
+    def warm_up(self, url: str) -> None:
+        """Every length once: kernels are compiled for shapes that were not seen before."""
+        for length, samples in self.samples.items():
+            ordinary(url, samples[: max(4, 16384 // length)])
+
     def disk(self) -> None:
         """What the disk takes at most: plain writes of 64 MiB blocks and one fsync a file, 1 and 4 at a time."""
         block = os.urandom(64 << 20)
@@ -129,7 +137,7 @@ class Bench:
         """No capture, and SGLang's JSON on the same server."""
         flags = [*self.shape.flags(self.args.device), "--enable-return-hidden-states"]
         with server(self.target, f"{self.shape.name}-none", self.model, flags) as url:
-            ordinary(url, self.samples[min(self.samples)][:64])
+            self.warm_up(url)
             for _ in range(self.args.rounds):
                 for length, samples in self.samples.items():
                     self.row("none", length, ordinary(url, samples).tokens_per_s)
@@ -145,7 +153,7 @@ class Bench:
         serve = ["--layers", layers, "--spool-bytes", str(self.args.spool_bytes), "--hand-over", "ring"]
         flags = self.shape.flags(self.args.device)
         with server(self.target, f"{self.shape.name}-hsdump", self.model, flags, serve=serve) as url:
-            captured(url, self.samples[min(self.samples)][:64])
+            self.warm_up(url)
             for _ in range(self.args.rounds):
                 for length, samples in self.samples.items():
                     self.row("aux", length, ordinary(url, samples).tokens_per_s)
@@ -153,8 +161,9 @@ class Bench:
                     self.row("shm", length, found.tokens_per_s, drained_s=round(found.drained_s, 4))
             self.row("shm-exact", self.shape.exact_length, captured(url, self.exact, keep=self.kept).tokens_per_s)
             self.results.setdefault("counters", {})[self.shape.name] = self.counters()
-            self.decode_beside(url)
-            for codec in ("raw", "blosc2"):
+            if not self.args.no_decode:
+                self.decode_beside(url)
+            for codec in filter(None, self.args.codecs.split(",")):
                 self.store(url, codec)
 
     def counters(self) -> dict[str, Any]:
@@ -174,11 +183,12 @@ class Bench:
             threads = [threading.Thread(target=beside, args=(url, samples))] if beside else []
             for thread in threads:
                 thread.start()
-            gaps = np.array(decode_gaps(url, self.shape.vocab, self.shape.decode_s))
+            gaps, answers = map(np.array, decode_gaps(url, self.shape.vocab, self.shape.decode_s))
             for thread in threads:
                 thread.join()
             found[name] = {f"p{q}_ms": round(float(np.percentile(gaps, q)) * 1e3, 2) for q in (50, 95)}
-            found[name]["tokens"] = len(gaps)
+            found[name] |= {f"answer_p{q}_s": round(float(np.percentile(answers, q)), 3) for q in (50, 95)}
+            found[name] |= {"tokens": len(gaps), "mean_ms": round(float(gaps.mean()) * 1e3, 2)}
         self.results.setdefault("decode", {})[self.shape.name] = found
         print(json.dumps(found), flush=True)
 
@@ -186,7 +196,8 @@ class Bench:
         length = sorted(self.samples)[-2 if len(self.samples) > 1 else -1]
         out = self.args.work / f"store-{codec}"
         shutil.rmtree(out, ignore_errors=True)
-        rows = write_rows(self.args.work / "rows.jsonl", self.samples[length])
+        some = self.samples[length][: max(4, self.args.store_tokens // length)]
+        rows = write_rows(self.args.work / "rows.jsonl", some)
         command = [sys.executable, "-m", "hsdump.cli.main", "extract", str(rows), "--server", url, "--out", str(out)]
         command += ["--codec", codec, "--json", "--concurrency", str(max(8, 40960 // length))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -210,7 +221,7 @@ class Bench:
         env = {"NAIVE_DIR": str(folder), "NAIVE_LAYERS": ",".join(map(str, self.shape.layers))}
         flags = self.shape.flags(self.args.device)
         with server(self.target, f"{self.shape.name}-naive", self.model, flags, env=env) as url:
-            ordinary(url, self.samples[min(self.samples)][:64])
+            self.warm_up(url)
             for length, samples in self.samples.items():
                 if length == min(self.samples) and len(self.samples) > 1:
                     continue

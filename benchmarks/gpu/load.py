@@ -18,6 +18,9 @@ from hsdump.engines.base import CaptureRequest
 from hsdump.engines.sglang_http import SglangEngine
 from hsdump.samples import sample_key
 
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+"""The same as `SglangEngine` uses: only the requests may differ between modes."""
+
 Samples = list[np.ndarray]
 
 
@@ -44,16 +47,19 @@ def in_flight(length: int) -> int:
 
 
 def ordinary(url: str, samples: Samples, *, rid: str = "", hidden: bool = False) -> Measured:
-    """Send plain prefill requests; `rid` names them (the naive patch fires on `naive-`)."""
+    """Send plain prefill requests; `rid` names them (the naive patch fires on `naive-`).
+
+    SGLang puts hidden states only into responses that generate, so only the JSON mode asks for a token.
+    """
 
     async def run() -> Measured:
         slots = asyncio.Semaphore(in_flight(len(samples[0])))
-        async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=LIMITS) as client:
 
             async def one(number: int, ids: np.ndarray) -> int:
                 body: dict[str, Any] = {
                     "input_ids": ids.tolist(),
-                    "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+                    "sampling_params": {"max_new_tokens": int(hidden), "temperature": 0.0},
                     "rid": f"{rid}{number}-{os.urandom(6).hex()}" if rid != "exact-" else f"naive-{number}",
                 }
                 if hidden:
@@ -115,11 +121,12 @@ def captured(url: str, samples: Samples, keep: dict[str, list[np.ndarray]] | Non
     return asyncio.run(run())
 
 
-def decode_gaps(url: str, vocab: int, seconds: float, *, users: int = 8) -> list[float]:
-    """Be ordinary users who read a stream; give the pauses between tokens in seconds."""
+def decode_gaps(url: str, vocab: int, seconds: float, *, users: int = 8) -> tuple[list[float], list[float]]:
+    """Be ordinary users who read a stream; give the pauses between tokens and the whole answers' times, in seconds."""
 
-    async def run() -> list[float]:
+    async def run() -> tuple[list[float], list[float]]:
         gaps: list[float] = []
+        answers: list[float] = []
         deadline = time.perf_counter() + seconds
         rng = np.random.default_rng(5)
         async with httpx.AsyncClient(base_url=url, timeout=600) as client:
@@ -129,7 +136,7 @@ def decode_gaps(url: str, vocab: int, seconds: float, *, users: int = 8) -> list
                     sampling = {"max_new_tokens": 64, "temperature": 0.0, "ignore_eos": True}
                     prompt = rng.integers(10, vocab - 10, 64).tolist()
                     body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-                    last = None
+                    last, asked = None, time.perf_counter()
                     async with client.stream("POST", "/generate", json=body) as stream:
                         async for line in stream.aiter_lines():
                             if not line.startswith("data:"):
@@ -138,9 +145,10 @@ def decode_gaps(url: str, vocab: int, seconds: float, *, users: int = 8) -> list
                             if last is not None:
                                 gaps.append(now - last)
                             last = now
+                    answers.append(time.perf_counter() - asked)
 
             await asyncio.gather(*(user() for _ in range(users)))
-        return gaps
+        return gaps, answers
 
     return asyncio.run(run())
 

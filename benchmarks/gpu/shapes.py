@@ -128,14 +128,14 @@ def _kimi() -> dict[str, Any]:
 
 
 _PREFILL_BUCKETS = ("--cuda-graph-bs-prefill", "1024", "2048", "4096", "6144", "8192")
-_DECODE_GRAPHS = ("--cuda-graph-max-bs", "16")
+_DECODE_GRAPHS = ("--cuda-graph-max-bs-decode", "16")
 
 SHAPES = {
     "l8b": Shape(
         name="l8b",
         config=_llama(),
         lengths=(256, 2048, 8000),
-        tokens_per_run=400_000,
+        tokens_per_run=300_000,
         exact_count=32,
         exact_length=2048,
         json_count=4,
@@ -146,7 +146,7 @@ SHAPES = {
         name="kimi",
         config=_kimi(),
         lengths=(256, 2048, 8000),
-        tokens_per_run=500_000,
+        tokens_per_run=300_000,
         exact_count=32,
         exact_length=2048,
         json_count=4,

@@ -32,6 +32,9 @@ _CPU_ARGS = (
     *("--mem-fraction-static", "0.1", "--max-total-tokens", "20000"),
     "--sleep-on-idle",  # an idle scheduler spins otherwise, and two cores are few
 )
+_MODELS = ("llama", "qwen3", "deepseek_v2")
+"""SGLang's modules for the tiny models. It imports all of its 250 otherwise, which takes 4 s of CPU time a start."""
+
 _MLA_PLUGIN = Path(__file__).parent / "mla_on_cpu"
 """A test-only plugin: SGLang's default MLA path cannot run on torch_native."""
 
@@ -54,6 +57,9 @@ class SglangServer:
 
     warm_up: bool = False
     """With SGLang's own warm-up request, which makes the start slower."""
+
+    stop_with: signal.Signals = signal.SIGINT
+    """On SIGTERM SGLang first waits up to 10 s for requests that may still be running; Ctrl-C takes one second."""
 
     tp: int = 1
     env: dict[str, str] = field(default_factory=dict)
@@ -96,7 +102,7 @@ class SglangServer:
 
     def stop(self) -> None:
         """End it as an operator would; whatever is left after a while is killed."""
-        self._end(signal.SIGTERM)
+        self._end(self.stop_with)
 
     def kill(self) -> None:
         """Kill -9 the whole server, launcher included."""
@@ -116,7 +122,7 @@ class SglangServer:
         process.wait()
 
     def _environment(self) -> dict[str, str]:
-        env = {**os.environ, **_CPU_ENV, **self.env}
+        env = {**os.environ, **_CPU_ENV, "SGLANG_DISABLED_MODEL_ARCHS": self._unused_models(), **self.env}
         path = [str(_MLA_PLUGIN)]
         if self.version is not None:
             path = [str(CACHE / f"sglang-{self.version}"), str(CACHE / "sglang-overlay"), *path]
@@ -124,6 +130,13 @@ class SglangServer:
             threads = "|".join(str(cpu % (os.cpu_count() or 1)) for cpu in range(self.tp))
             env |= {"SGLANG_CPU_OMP_THREADS_BIND": threads, "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}
         return {**env, "PYTHONPATH": os.pathsep.join(path)}
+
+    def _unused_models(self) -> str:
+        """Name this release's model modules that no test serves."""
+        installed = "lib/python*/site-packages/sglang/srt/models/*.py"
+        environment, release = SGLANG_PYTHON.parents[1], CACHE / f"sglang-{self.version}/sglang/srt/models"
+        files = environment.glob(installed) if self.version is None else release.glob("*.py")
+        return ",".join(sorted({path.stem for path in files} - {*_MODELS, "__init__"}))
 
     def _wait_until_up(self) -> None:
         assert self.process is not None

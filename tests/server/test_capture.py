@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -167,9 +168,12 @@ def test_two_tensor_parallel_ranks_give_the_same_states_once(tiny_llama: Path, t
     rows = tmp_path / "rows.jsonl"
     lines = [{"input_ids": s.input_ids.tolist(), "loss_mask": s.loss_mask.tolist()} for s in samples]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with SglangServer(model=tiny_llama, log=tmp_path / "tp2.log", tp=tp) as server:
+    server = SglangServer(model=tiny_llama, log=tmp_path / "tp2.log", tp=tp, stop_with=signal.SIGTERM)
+    with server:
         info, _ = capture(server.url, samples[:1])
         report = _extract(rows, server.url, tmp_path / "store")
+    assert info.spool_dir is not None
+    assert not Path(info.spool_dir).exists(), "SIGTERM ends the server, and its spool with it"
     assert info.tp_size == tp
     assert report["committed"] == len(samples)
     _, two, _ = stored(tmp_path / "store")

@@ -42,6 +42,7 @@ def extract(
     concurrency: int = typer.Option(16, min=1, max=4096, help="Requests in flight."),
     attempts: int = typer.Option(5, min=1, max=100, help="Tries of one sample, for faults that may pass."),
     retry_failed: bool = typer.Option(False, help="Take samples again that failed in an earlier run."),
+    codec: str = typer.Option("raw", help="raw, blosc2 (lossless, about 0.7 of the bytes) or fp8 (half, lossy)."),
     chat_template: Path = typer.Option(None, help="A template file to use instead of the tokenizer's."),
     turns: str = typer.Option("all", help="Assistant turns to learn: all or last."),
     thinking: str = typer.Option("keep", help="The assistant's thinking: keep, require, template, drop or refuse."),
@@ -66,6 +67,7 @@ def extract(
         concurrency=concurrency if engine == "sglang" else 1,
         attempts=attempts,
         retry_failed=retry_failed,
+        codec=one_of("--codec", codec, ("raw", "blosc2", "fp8")),
         shard_bytes=shard_bytes,
         commit_s=commit_seconds,
         prompts=PromptOptions(

@@ -2,7 +2,8 @@
 
 A thread follows the rings. Rows of a request may come in any number of regions, in any order, from several ranks, and
 twice after a retraction; `(position, rows)` places them. A sample whose rows lie in one region is handed out as views
-of shared memory, any other is put together in memory of its own.
+of shared memory; any other is put together in memory of its own while its rows arrive, states side by side, so that
+the last piece is all that is left to copy when the last row is in.
 
 Letters: S = tokens of one sample, T = rows of a region, H = hidden size.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,22 +32,15 @@ LONGEST_PAUSE_S = 0.005
 
 
 @dataclass(slots=True)
-class _Piece:
-    """Rows of one request in one region, and the right to keep that region a while."""
-
-    position: int
-    token_ids: NDArray[np.int64]
-    states: tuple[StateArray, ...]
-    let_go: Callable[[], None]
-
-
-@dataclass(slots=True)
 class _Waiting:
     """A request whose rows are coming in."""
 
     num_tokens: int
     future: Future[Rows]
-    pieces: list[_Piece] = field(default_factory=list)
+    token_ids: NDArray[np.int64] | None = None
+    states: tuple[StateArray, ...] = ()
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """First and last-plus-one row of what is in, in order of arrival."""
 
 
 class RingCollector:
@@ -66,6 +60,7 @@ class RingCollector:
         self._stop = threading.Event()
         self.rows = 0
         self.error: Exception | None = None
+        self._copiers = ThreadPoolExecutor(len(shape.names), "hsdump-copy")
         self._thread = threading.Thread(target=self._follow, name="hsdump-ring", daemon=True)
         self._thread.start()
 
@@ -79,20 +74,19 @@ class RingCollector:
     def forget(self, rid: Rid) -> None:
         """Drop what came in for a request, and all that still comes."""
         with self._lock:
-            waiting = self._waiting.pop(rid, None)
-        if waiting is not None:
-            _let_go(waiting.pieces)
+            self._waiting.pop(rid, None)
 
     def rows_of(self, rid: Rid) -> int:
         """Count the rows that are in, for an error message."""
         with self._lock:
             waiting = self._waiting.get(rid)
-            return _covered(waiting.pieces, waiting.num_tokens) if waiting else 0
+            return _covered(waiting.spans, waiting.num_tokens) if waiting else 0
 
     def close(self) -> None:
         """Stop following and give all memory back to the server."""
         self._stop.set()
         self._thread.join()
+        self._copiers.shutdown()
         for reader in self._readers:
             reader.close()
 
@@ -120,16 +114,43 @@ class RingCollector:
             rid = Rid.parse(segment.rid)
             with self._lock:
                 waiting = self._waiting.get(rid) if rid else None
-                if waiting is None or rid is None:
+            if waiting is None or rid is None or segment.position + segment.num_rows > waiting.num_tokens:
+                continue
+            self.rows += segment.num_rows
+            rows = slice(segment.first_row, segment.first_row + segment.num_rows)
+            if segment.num_rows == waiting.num_tokens:
+                found = Rows(ids_T[rows], tuple(state[rows] for state in states_TH), hold.share())
+            else:
+                self._put(waiting, segment, ids_T, states_TH)
+                if _covered(waiting.spans, waiting.num_tokens) < waiting.num_tokens:
                     continue
-                waiting.pieces.append(_piece(segment, ids_T, states_TH, hold.share()))
-                self.rows += segment.num_rows
-                done = _covered(waiting.pieces, waiting.num_tokens) == waiting.num_tokens
-                if done:
-                    del self._waiting[rid]
-            if done:
-                waiting.future.set_result(self._assemble(waiting))
+                assert waiting.token_ids is not None
+                found = Rows(waiting.token_ids, waiting.states, _nothing)
+            with self._lock:
+                wanted = self._waiting.pop(rid, None)
+            if wanted is not None:
+                wanted.future.set_result(found)
+            else:
+                found.release()
         hold.let_go()
+
+    def _put(
+        self,
+        waiting: _Waiting,
+        segment: RingSegment,
+        ids_T: NDArray[np.int64],
+        states_TH: tuple[StateArray, ...],
+    ) -> None:
+        """Copy one piece of a sample to its place; a replayed piece is simply written again."""
+        if waiting.token_ids is None:
+            waiting.token_ids = np.empty(waiting.num_tokens, dtype=np.int64)
+            shape = (waiting.num_tokens, self._shape.hidden_size)
+            waiting.states = tuple(np.empty(shape, dtype=state.dtype) for state in states_TH)
+        to = slice(segment.position, segment.position + segment.num_rows)
+        of = slice(segment.first_row, segment.first_row + segment.num_rows)
+        waiting.token_ids[to] = ids_T[of]
+        list(self._copiers.map(lambda whole, part: np.copyto(whole[to], part[of]), waiting.states, states_TH))
+        waiting.spans.append((to.start, to.stop))
 
     def _views(self, reader: RingReader, region: Region) -> tuple[NDArray[np.int64], tuple[StateArray, ...]]:
         layout, dtype = region.layout, NUMPY_DTYPES[self._shape.dtype]
@@ -141,22 +162,6 @@ class RingCollector:
             flat = np.frombuffer(buffer[start : start + layout.state_bytes], dtype=dtype)
             states.append(flat.reshape(layout.num_rows, self._shape.hidden_size))
         return ids_T, tuple(states)
-
-    def _assemble(self, waiting: _Waiting) -> Rows:
-        pieces, num_tokens = waiting.pieces, waiting.num_tokens
-        for piece in pieces:
-            if piece.position == 0 and len(piece.token_ids) == num_tokens:
-                _let_go([other for other in pieces if other is not piece])
-                return Rows(piece.token_ids, piece.states, piece.let_go)
-        ids_S = np.empty(num_tokens, dtype=np.int64)
-        states = tuple(np.empty((num_tokens, self._shape.hidden_size), dtype=s.dtype) for s in pieces[0].states)
-        for piece in pieces:
-            rows = slice(piece.position, piece.position + len(piece.token_ids))
-            ids_S[rows] = piece.token_ids
-            for whole, part in zip(states, piece.states, strict=True):
-                whole[rows] = part
-        _let_go(pieces)
-        return Rows(ids_S, states, _nothing)
 
 
 class _Hold:
@@ -178,26 +183,13 @@ class _Hold:
             self._reader.free(self._region)
 
 
-def _piece(
-    segment: RingSegment, ids_T: NDArray[np.int64], states_TH: tuple[StateArray, ...], let_go: Callable[[], None]
-) -> _Piece:
-    rows = slice(segment.first_row, segment.first_row + segment.num_rows)
-    return _Piece(segment.position, ids_T[rows], tuple(state[rows] for state in states_TH), let_go)
-
-
-def _covered(pieces: Sequence[_Piece], num_tokens: int) -> int:
-    """Count the rows 0..num_tokens-1 that at least one piece brings."""
+def _covered(spans: Sequence[tuple[int, int]], num_tokens: int) -> int:
+    """Count the rows 0..num_tokens-1 that at least one span holds."""
     end = total = 0
-    for piece in sorted(pieces, key=lambda piece: piece.position):
-        last = min(piece.position + len(piece.token_ids), num_tokens)
-        total += max(0, last - max(piece.position, end))
+    for first, last in sorted(spans):
+        total += max(0, min(last, num_tokens) - max(first, end))
         end = max(end, last)
     return total
-
-
-def _let_go(pieces: Sequence[_Piece]) -> None:
-    for piece in pieces:
-        piece.let_go()
 
 
 def _nothing() -> None:

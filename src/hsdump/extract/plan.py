@@ -38,6 +38,9 @@ class ExtractOptions:
     """Tries of one sample, for faults that may pass."""
 
     retry_failed: bool = False
+    codec: str = "raw"
+    """How states are stored: `raw`, `blosc2` (lossless) or `fp8`."""
+
     shard_bytes: int = 1 << 30
     commit_s: float = 30.0
     """Captured samples wait at most so long for their commit; a kill costs at most this much work."""
@@ -120,7 +123,7 @@ def make_plan(options: ExtractOptions, info: EngineInfo) -> ExtractPlan:
         tokenizer_digest=_made_by("tokenizer_digest", options.inputs, renderer),
         template_digest=_made_by("template_digest", options.inputs, renderer),
         max_tokens=max_tokens,
-        codec="raw",
+        codec=options.codec,
         hsdump_version=__version__,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         attach=info.attach,
