@@ -47,7 +47,10 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     target = Target(device=args.device, python=args.sglang_python, pythonpath=args.pythonpath, log_dir=args.out)
     results: dict[str, Any] = {"machine": machine(args.device), "versions": versions(args.sglang_python), "rows": []}
-    results["command"] = "benchmarks/gpu/capture.py " + " ".join(sys.argv[1:])
+    words = [
+        "OUT" if before in ("--out", "--work") else word for before, word in zip(sys.argv, sys.argv[1:], strict=False)
+    ]
+    results["command"] = "benchmarks/gpu/capture.py " + " ".join(words)
     for name in args.shapes.split(","):
         bench = Bench(args, target, SHAPES[name], results)
         for stage in (getattr(bench, stage) for stage in args.stages.split(",")):
