@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -33,6 +32,7 @@ from tests.server.driving import (
     stored,
     token_samples,
     worst_error,
+    write_rows,
 )
 from tests.server.harness import SglangServer
 from tests.server.routing import routing_agrees
@@ -160,24 +160,21 @@ def _median_error(found: States, expected: States) -> float:
     return float(np.median(np.concatenate(rows)))
 
 
-@pytest.mark.parametrize("tp", [2])
-def test_two_tensor_parallel_ranks_give_the_same_states_once(tiny_llama: Path, tmp_path: Path, tp: int) -> None:
+def test_two_tensor_parallel_ranks_give_the_same_states_once(tiny_llama: Path, tmp_path: Path) -> None:
+    """By files, which one rank writes, and by rings, for which each rank copies half of the rows."""
     samples = token_samples(24, 2048, seed=8)
     with SglangServer(model=tiny_llama, log=tmp_path / "tp1.log") as server:
         _, one = capture(server.url, samples)
-    rows = tmp_path / "rows.jsonl"
-    lines = [{"input_ids": s.input_ids.tolist(), "loss_mask": s.loss_mask.tolist()} for s in samples]
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    server = SglangServer(model=tiny_llama, log=tmp_path / "tp2.log", tp=tp, stop_with=signal.SIGTERM)
-    with server:
-        info, _ = capture(server.url, samples[:1])
-        report = _extract(rows, server.url, tmp_path / "store")
-    assert info.spool_dir is not None
-    assert not Path(info.spool_dir).exists(), "SIGTERM ends the server, and its spool with it"
-    assert info.tp_size == tp
-    assert report["committed"] == len(samples)
-    _, two, _ = stored(tmp_path / "store")
-    assert worst_error(two, one) <= TOLERANCE
+    rows = write_rows(tmp_path / "rows.jsonl", samples)
+    for hand_over, rings in (("files", 0), ("ring", 2)):
+        options = ("--hand-over", hand_over, "--spool-bytes", str(64 << 20))
+        with SglangServer(model=tiny_llama, log=tmp_path / "tp2.log", tp=2, serve_options=options) as server:
+            info, _ = capture(server.url, samples[:1])
+            report = _extract(rows, server.url, tmp_path / hand_over)
+        assert (info.tp_size, info.hand_over, info.rings) == (2, hand_over, rings)
+        assert report["committed"] == len(samples)
+        _, two, _ = stored(tmp_path / hand_over)
+        assert worst_error(two, one) <= TOLERANCE
 
 
 @pytest.mark.parametrize("version", ["0.5.11", "0.5.17", None], ids=["0.5.11", "0.5.17", "installed"])
