@@ -209,9 +209,8 @@ def _make_routing_decisive(model: Any) -> None:
     step = 1 + tokens // num_experts % (group_size - 1)
     second = first // group_size * group_size + (first + step) % group_size
     with torch.no_grad():
-        # One channel an expert, far above what the layers add to it: over 1500 random tokens the chosen experts' scores
         # One channel an expert, far above what the layers add to it: over 1500 random tokens the chosen experts'
-        # scores lead by 0.18 or more in every layer; at a quarter of this strength the lead shrinks to nothing at the end.
+        # scores lead by 0.18 or more in every layer; a quarter of this strength leaves no lead in the last ones.
         embedding = model.get_input_embeddings().weight
         embedding[:, :num_experts] = 0.0
         embedding[tokens, first] = 1.6
