@@ -193,10 +193,13 @@ class Driver:
         """Runs in the store thread: take the bytes over, give the spool's memory back, commit now and then."""
         try:
             states = [captured.states[index] for index in self._plan.columns]
-            self._writer.add(sample, states, attempts=attempts)
+            added = self._writer.add(sample, states, attempts=attempts)
         finally:
             captured.release()
-        self._uncommitted[sample.key] = len(sample.input_ids)
+        if added:
+            self._uncommitted[sample.key] = len(sample.input_ids)
+        else:
+            self.state.already += 1  # an equal row was in flight at the same time
         due = time.monotonic() - self._last_commit_s > self._options.commit_s
         if due or self._writer.is_full:
             self._commit()
