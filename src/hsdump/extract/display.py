@@ -11,6 +11,7 @@ from datetime import timedelta
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -58,7 +59,8 @@ class Display:
         if self._spool_limit:
             share = state.in_flight_bytes / self._spool_limit
             table.add_row("spool", f"{decimal(state.in_flight_bytes)} of {decimal(self._spool_limit)} ({share:.0%})")
-        rows: list[RenderableType] = [table]
+        total = None if state.to_do is None else max(state.finished + state.to_do, 1)
+        rows: list[RenderableType] = [ProgressBar(total=total, completed=state.finished, width=60), table]
         if state.failed or state.skipped:
             rows.append(Text(_reasons(state), style="yellow"))
         return Group(*rows)
