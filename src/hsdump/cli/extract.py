@@ -13,7 +13,7 @@ from hsdump.cli.options import one_of, read_template
 from hsdump.cli.output import Result, emit
 from hsdump.engines.base import Engine
 from hsdump.errors import UsageError
-from hsdump.extract.display import Display, summary
+from hsdump.extract.display import Display, greeting, summary
 from hsdump.extract.driver import Driver
 from hsdump.extract.plan import ExtractOptions, check_output, make_plan
 from hsdump.extract.state import RunState
@@ -103,6 +103,8 @@ async def _run(options: ExtractOptions, make_engine: object, *, quiet: bool) -> 
     engine: Engine = make_engine()
     try:
         info: EngineInfo = await asyncio.to_thread(engine.handshake)
+        if not quiet:
+            typer.echo(greeting(info), err=True)
         plan = make_plan(options, info)
         writer_options = WriterOptions(shard_bytes=options.shard_bytes)
         driver = Driver(

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hsdump.extract.state import RunState
+from hsdump.schema import EngineInfo
 
 LOG_EVERY_S = 30.0
 
@@ -64,6 +65,25 @@ class Display:
         if state.failed or state.skipped:
             rows.append(Text(_reasons(state), style="yellow"))
         return Group(*rows)
+
+
+def greeting(info: EngineInfo) -> str:
+    """Say what the handshake found, before the first sample is sent."""
+    shape = info.shape
+    lines = [
+        (
+            f"hsdump: {info.engine} {info.engine_version} with hsdump {info.hsdump_version} ({info.attach}), "
+            f"{info.model_class} at {info.model_path}"
+        ),
+        (
+            f"  layers {list(shape.layers)} of {info.num_layers} and the final state ({shape.final_state}), "
+            f"hidden size {shape.hidden_size}, {shape.dtype}: {shape.bytes_per_token:,} bytes a token"
+        ),
+        f"  tp {info.tp_size}, dp {info.dp_size} on {info.device}, at most {info.context_length:,} tokens a sample",
+    ]
+    if info.spool_max_bytes is not None:
+        lines.append(f"  spool {info.spool_dir}, {decimal(info.spool_max_bytes)}, by {info.hand_over}")
+    return "\n".join([*lines, *(f"  note: {note}" for note in info.notes)])
 
 
 def status_line(state: RunState) -> str:

@@ -46,7 +46,7 @@ class Driver:
         self._engine, self._plan, self._options, self._open_store = engine, plan, options, open_store
         self._writer: StoreWriter
         self._failed_before: frozenset[str] = frozenset()
-        self.state = RunState(rows_expected=count_rows(options.inputs))
+        self.state = RunState(rows_expected=count_rows(options.inputs), engine=plan.info)
         spool_limit = plan.info.spool_max_bytes
         self._budget = ByteBudget(int(spool_limit * SPOOL_SHARE) if spool_limit else EMBEDDED_BUDGET)
         self._slots = asyncio.Semaphore(options.concurrency)

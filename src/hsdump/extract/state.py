@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from hsdump.errors import HsdumpError
+from hsdump.schema import EngineInfo
 
 EXIT_ALL_COMMITTED = 0
 EXIT_SOME_FAILED = 3
@@ -40,6 +41,9 @@ class RunState:
     in_flight_bytes: int = 0
     retries: int = 0
     input_done: bool = False
+    engine: EngineInfo | None = None
+    """What the handshake found."""
+
     rows_expected: int | None = None
     """Rows of the input, where that is cheap to know."""
 
@@ -84,6 +88,7 @@ class RunState:
             "exit_code": self.exit_code(),
             "stopped": self.stopped,
             "fix": self.error.fix if self.error else None,
+            "engine": asdict(self.engine) if self.engine else None,
             "samples_read": self.read,
             "already_committed": self.already,
             "failed_earlier": self.earlier_failures,
