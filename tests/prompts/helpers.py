@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from hsdump.prompts import Renderer, Skip
-from hsdump.prompts.inputs import Row
+from hsdump.prompts.row import Row
 from hsdump.samples import TokenSample
 
 from .templates import CONTROL_TOKENS

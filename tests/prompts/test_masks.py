@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hsdump.prompts import Renderer
 from hsdump.prompts.conversation import Message
-from hsdump.prompts.inputs import Row
 from hsdump.prompts.masks import Layout, MaskFinder, TurnSpan
 from hsdump.prompts.renderer import mask_tokens
+from hsdump.prompts.row import Row
 from hsdump.prompts.template import template_messages
 
 from . import templates as t

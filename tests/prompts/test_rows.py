@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hsdump.prompts import PromptOptions, Renderer
-from hsdump.prompts.inputs import Row
+from hsdump.prompts.row import Row
 
 from . import templates as t
 from .helpers import LoadRenderer, chat, learned, make_model, one, skip

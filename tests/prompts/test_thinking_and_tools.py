@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hsdump.prompts import Renderer
-from hsdump.prompts.inputs import Row
+from hsdump.prompts.row import Row
 
 from . import templates as t
 from .helpers import LoadRenderer, chat, learned, one, skip

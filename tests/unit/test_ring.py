@@ -10,7 +10,8 @@ import torch
 
 from hsdump.capture.batch import BatchStates, segments_of
 from hsdump.capture.ring_tap import RingTap
-from hsdump.engines.handover import RingHandOver, Rows
+from hsdump.engines.handover import RingHandOver
+from hsdump.engines.rows import Rows
 from hsdump.errors import SpoolError
 from hsdump.schema import StateShape
 from hsdump.spool.names import Rid, SpoolPaths, new_run

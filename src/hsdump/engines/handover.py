@@ -8,34 +8,21 @@ Letters: S = tokens of one request, H = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hsdump.arrays import NUMPY_DTYPES, StateArray
+from hsdump.arrays import NUMPY_DTYPES
+from hsdump.engines.ring_collector import RingCollector
+from hsdump.engines.rows import Rows
 from hsdump.errors import SpoolError
 from hsdump.locks import AliveLock
 from hsdump.schema import StateShape
 from hsdump.spool.names import Rid
 from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """All rows of one request."""
-
-    token_ids: NDArray[np.int64]
-    """[S] as the model saw them."""
-
-    states: tuple[StateArray, ...]
-    """L+1 arrays [S, H], views of shared memory until `release`."""
-
-    release: Callable[[], None]
 
 
 class HandOver(Protocol):
@@ -92,8 +79,6 @@ class RingHandOver:
         """Raises:
         SpoolError: another run empties the rings, or they cannot be read.
         """
-        from hsdump.engines.ring_collector import RingCollector
-
         self.reader = SpoolReader(root, run)
         try:
             self._lock = AliveLock(self.reader.paths.ring_lock)

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from hsdump.engines.handover import FilesHandOver, HandOver, RingHandOver, Rows
+from hsdump.engines.handover import FilesHandOver, HandOver, RingHandOver
+from hsdump.engines.rows import Rows
 from hsdump.errors import ServerError, SpoolError
 from hsdump.locks import is_held
 from hsdump.samples import sample_key

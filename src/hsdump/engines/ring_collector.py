@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsdump.arrays import NUMPY_DTYPES, StateArray
-from hsdump.engines.handover import Rows
+from hsdump.engines.rows import Rows
 from hsdump.errors import SpoolError
 from hsdump.schema import StateShape
 from hsdump.spool.names import Rid

@@ -11,8 +11,9 @@ import httpx
 import numpy as np
 
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest
-from hsdump.engines.handover import HandOver, Rows
+from hsdump.engines.handover import HandOver
 from hsdump.engines.handshake import generate_body, handshake, server_facts
+from hsdump.engines.rows import Rows
 from hsdump.errors import HsdumpError, ServerError, SpoolError
 from hsdump.locks import is_held
 from hsdump.schema import EngineInfo

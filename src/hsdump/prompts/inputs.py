@@ -10,7 +10,6 @@ import io
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, cast
@@ -19,6 +18,7 @@ import msgspec
 
 from hsdump.errors import InputError
 from hsdump.prompts.options import Skip
+from hsdump.prompts.row import Row
 
 _CHUNK_CHARS = 1 << 20
 _WHOLE_DOCUMENT_BYTES = 256 << 20
@@ -26,16 +26,6 @@ _WHOLE_DOCUMENT_BYTES = 256 << 20
 
 _HEADER_WORDS = frozenset({"question", "answer", "prompt", "completion", "response", "instruction", "output", "text"})
 """A first TSV line with one of these is a header. Without a header there are two columns, question and answer."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One record as the file holds it."""
-
-    source: str
-    """`file.jsonl:12` (line, from 1) or `file.json[3]`, `file.parquet[3]` (index, from 0)."""
-
-    value: Any
 
 
 def read_rows(path: Path) -> Iterator[Row | Skip]:

@@ -13,9 +13,10 @@ from typing import Any
 
 from hsdump.errors import InputError
 from hsdump.prompts.conversation import TokenRow
-from hsdump.prompts.inputs import Row, check_input, read_rows
+from hsdump.prompts.inputs import check_input, read_rows
 from hsdump.prompts.options import PromptOptions, RowRefused, Skip
 from hsdump.prompts.renderer import Outcome, Renderer, row_source
+from hsdump.prompts.row import Row
 from hsdump.prompts.rows import parse_row
 from hsdump.prompts.tokenrows import token_sample
 from hsdump.samples import TokenSample

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from hsdump.arrays import xxh3
 from hsdump.errors import InputError, UsageError
 from hsdump.prompts.conversation import Conversation, Message, TextRow, TokenRow
-from hsdump.prompts.inputs import Row
 from hsdump.prompts.masks import Layout, MaskFinder, TurnSpan
 from hsdump.prompts.options import PromptOptions, RowRefused, Skip, printable
 from hsdump.prompts.preformatted import ChatText
+from hsdump.prompts.row import Row
 from hsdump.prompts.rows import ROLES, parse_row
 from hsdump.prompts.template import Template, template_messages
 from hsdump.prompts.tokenrows import token_sample

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hsdump.prompts.inputs import Row
+from hsdump.prompts.row import Row
 
 _BATCH_ROWS = 256
 _TOKEN_COLUMNS = frozenset({"input_ids", "loss_mask"})
