@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -166,11 +167,14 @@ def test_two_tensor_parallel_ranks_give_the_same_states_once(tiny_llama: Path, t
     with SglangServer(model=tiny_llama, log=tmp_path / "tp1.log") as server:
         _, one = capture(server.url, samples)
     rows = write_rows(tmp_path / "rows.jsonl", samples)
-    for hand_over, rings in (("files", 0), ("ring", 2)):
+    for hand_over, rings, ending in (("files", 0, signal.SIGTERM), ("ring", 2, signal.SIGINT)):
         options = ("--hand-over", hand_over, "--spool-bytes", str(64 << 20))
-        with SglangServer(model=tiny_llama, log=tmp_path / "tp2.log", tp=2, serve_options=options) as server:
+        server = SglangServer(model=tiny_llama, log=tmp_path / "tp2.log", tp=2, serve_options=options, stop_with=ending)
+        with server:
             info, _ = capture(server.url, samples[:1])
             report = _extract(rows, server.url, tmp_path / hand_over)
+        assert info.spool_dir is not None
+        assert not Path(info.spool_dir).exists(), "either signal ends the server, and its spool with it"
         assert (info.tp_size, info.hand_over, info.rings) == (2, hand_over, rings)
         assert report["committed"] == len(samples)
         _, two, _ = stored(tmp_path / hand_over)

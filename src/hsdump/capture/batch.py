@@ -51,11 +51,14 @@ class BatchStates:
     final: torch.Tensor
     """[T, H]"""
 
-    def columns(self, num_layers: int, hidden_size: int) -> list[torch.Tensor]:
+    def columns(self, num_layers: int, hidden_size: int, num_rows: int = 0) -> list[torch.Tensor]:
         """Give the L+1 states as [T, H] views, the final one last.
 
+        Args:
+            num_rows: rows that will be read; padding beyond them is fine, fewer is not.
+
         Raises:
-            ValueError: widths that do not fit L and H, which would mean other layers than announced.
+            ValueError: widths that do not fit L and H, which would mean other layers than announced, or too few rows.
         """
         if isinstance(self.aux, torch.Tensor):
             if self.aux.shape[-1] != num_layers * hidden_size:
@@ -67,4 +70,7 @@ class BatchStates:
         if len(aux) != num_layers or any(state.shape[-1] != hidden_size for state in states):
             shapes = [tuple(state.shape) for state in states]
             raise ValueError(f"states are {shapes}, expected {num_layers + 1} of width {hidden_size}")
+        if min(state.shape[0] for state in (self.token_ids, *states)) < num_rows:
+            rows = [state.shape[0] for state in (self.token_ids, *states)]
+            raise ValueError(f"token ids and states have {rows} rows, {num_rows} are needed")
         return states

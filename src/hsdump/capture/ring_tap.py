@@ -60,7 +60,8 @@ class RingTap:
 
     def _take(self, segments: list[Segment], states: BatchStates) -> None:
         shape = self._ring.shape
-        columns = states.columns(len(shape.layers), shape.hidden_size)
+        needed = max(segment.first_row + segment.num_rows for segment in segments)
+        columns = states.columns(len(shape.layers), shape.hidden_size, needed)
         packed, row = [], 0
         for segment in segments:
             packed.append(RingSegment(str(segment.rid), row, segment.position, segment.num_rows))
@@ -71,9 +72,14 @@ class RingTap:
             self.refuse(segments, "spool-full", detail)
             return
         offset, layout, end = place
-        sources = [states.token_ids.to(torch.int64), *columns]
-        targets = [self._target(offset, layout, index, source) for index, source in enumerate(sources)]
-        self._copier.copy(_runs(segments), list(zip(sources, targets, strict=True)), end)
+        try:
+            sources = [states.token_ids.to(torch.int64), *columns]
+            targets = [self._target(offset, layout, index, source) for index, source in enumerate(sources)]
+            self._copier.copy(_runs(segments), list(zip(sources, targets, strict=True)), end)
+        except BaseException:
+            self._ring.cancel(offset, layout)  # what was not copied must never look like rows
+            self._copier.pass_over(end)
+            raise
 
     def _target(self, offset: int, layout: RegionLayout, index: int, source: torch.Tensor) -> torch.Tensor:
         """View the place of one block in the ring as [T'] or [T', H] of the source's dtype."""
@@ -96,6 +102,9 @@ class _HostCopier:
         for source, target in copies:
             for first, to, rows in runs:
                 target[to : to + rows].copy_(source[first : first + rows])
+        self._ring.publish(end)
+
+    def pass_over(self, end: int) -> None:
         self._ring.publish(end)
 
 
@@ -129,6 +138,11 @@ class _CudaCopier:
                 target.copy_(source, non_blocking=True)
                 source.record_stream(self._stream)
             done.record(self._stream)
+        self._waiting.put((done, end, time.monotonic_ns()))
+
+    def pass_over(self, end: int) -> None:
+        done: Any = torch.cuda.Event(blocking=True)
+        done.record(self._stream)
         self._waiting.put((done, end, time.monotonic_ns()))
 
     def _publish(self, device: int) -> None:

@@ -52,7 +52,10 @@ class Tap:
         start_s = time.monotonic()
         self._housekeeping(start_s)
         shape = self._spool.shape
-        columns = [_host_bytes(column, segments) for column in states.columns(len(shape.layers), shape.hidden_size)]
+        columns = [
+            _host_bytes(column, segments)
+            for column in states.columns(len(shape.layers), shape.hidden_size, _end(segments))
+        ]
         ids = states.token_ids[: _end(segments)].to("cpu", torch.int64)
         for segment in segments:
             try:

@@ -115,6 +115,8 @@ async def _run(options: ExtractOptions, make_engine: object, *, quiet: bool) -> 
             ticker = asyncio.create_task(_tick(display))
             try:
                 return await driver.run()
+            except asyncio.CancelledError:  # the second Ctrl-C: the report still says what there is
+                return driver.state
             finally:
                 ticker.cancel()
     finally:

@@ -8,6 +8,7 @@ Letters: S = tokens of one request, H = hidden size.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,9 +25,16 @@ from hsdump.schema import StateShape
 from hsdump.spool.names import Rid
 from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
 
+CLOSE_WAIT_S = 60.0
+"""How long rows may take from the ring to the store's file when the ring is closed."""
+
 
 class HandOver(Protocol):
     """One client run's end of a server's hand-over."""
+
+    @property
+    def broken(self) -> bool:
+        """Tell whether nothing will come through it any more."""
 
     def expect(self, rid: Rid) -> None:
         """Announce a request before it is sent."""
@@ -54,6 +62,10 @@ class FilesHandOver:
     def __init__(self, root: Path, run: str) -> None:
         """See `SpoolReader`."""
         self.reader = SpoolReader(root, run)
+
+    @property
+    def broken(self) -> bool:
+        return False
 
     def expect(self, rid: Rid) -> None:
         """Nothing to do: an entry waits in its folder."""
@@ -95,6 +107,11 @@ class RingHandOver:
             self.reader.close()
             raise
         self._futures: dict[Rid, Future[Rows]] = {}
+        self._closed = False
+
+    @property
+    def broken(self) -> bool:
+        return self._closed or self._collector.error is not None
 
     def expect(self, rid: Rid) -> None:
         self._futures[rid] = self._collector.expect(rid)
@@ -103,6 +120,8 @@ class RingHandOver:
         future = self._futures.get(rid)
         if future is not None and future.done():
             return self._futures.pop(rid).result()
+        if self._closed:
+            return FailedNote("connection-lost", "the hand-over was closed while rows were on their way")
         if self._collector.error is not None:
             raise SpoolError(f"the server's ring is damaged ({self._collector.error})", "start the server again")
         note = self.reader.take(rid)
@@ -110,18 +129,44 @@ class RingHandOver:
 
     def forget(self, rid: Rid) -> None:
         future = self._futures.pop(rid, None)
-        if future is not None and future.done():
-            future.result().release()
         self._collector.forget(rid)
+        if future is not None:
+            _release_when_done(future)
         self.reader.forget(rid)
 
     def missing(self, rid: Rid) -> str:
         return f"{self._collector.rows_of(rid)} of {rid.num_tokens} rows came through the ring"
 
     def close(self) -> None:
+        """Stop, and give the ring back only when nobody looks at its memory any more: rows that are on their way to
+        the store must not be overwritten by the next reader's.
+        """
+        self._closed = True
         self._collector.close()
+        deadline_s = time.monotonic() + CLOSE_WAIT_S
+        while self._collector.num_held and time.monotonic() < deadline_s:
+            for rid in [rid for rid, future in self._futures.items() if future.done()]:
+                # Its waiter takes it within a moment, if there still is one.
+                if time.monotonic() > deadline_s - CLOSE_WAIT_S + 1.0 and (late := self._futures.pop(rid, None)):
+                    _release_when_done(late)
+            time.sleep(0.01)
+        if self._collector.num_held:
+            raise SpoolError(
+                f"rows of the server's ring were still being read {CLOSE_WAIT_S:.0f} s after it was closed",
+                "start the extraction again: it goes on where it stopped",
+            )
         self._lock.release()
         self.reader.close()
+
+
+def _release_when_done(future: Future[Rows]) -> None:
+    """Give rows back that nobody will take, also when they are being delivered at this moment."""
+
+    def release(done: Future[Rows]) -> None:
+        if not done.cancelled():
+            done.result().release()
+
+    future.add_done_callback(release)
 
 
 def _rows_of(entry: ReadyEntry) -> Rows:

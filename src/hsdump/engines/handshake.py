@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from hsdump.engines.handover import FilesHandOver, HandOver, RingHandOver
 from hsdump.engines.rows import Rows
 from hsdump.errors import ServerError, SpoolError
 from hsdump.locks import is_held
-from hsdump.samples import sample_key
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.spool.names import PREFIX, SHARED_MEMORY, Rid
 from hsdump.spool.reader import FailedNote
@@ -172,7 +172,8 @@ def _read_offer(root: Path, path: Path) -> Offer | None:
 def _say_hello(url: str, run: str, ends: dict[Path, HandOver], headers: dict[str, str] | None) -> Path:
     """Capture a few tokens and see in which spool they appear."""
     ids = np.arange(HELLO_TOKENS, dtype=np.int64)
-    rid = Rid(run, sample_key(ids, np.zeros(HELLO_TOKENS, dtype=np.uint8)), 0, HELLO_TOKENS)
+    # A fresh key each time: the cache namespace goes with it, and tokens of an earlier hello are not computed again.
+    rid = Rid(run, secrets.token_hex(16), 0, HELLO_TOKENS)
     for end in ends.values():
         end.expect(rid)
     try:

@@ -87,8 +87,14 @@ class RingCollector:
         self._stop.set()
         self._thread.join()
         self._copiers.shutdown()
-        for reader in self._readers:
-            reader.close()
+        if self.error is None:
+            for reader in self._readers:
+                reader.close()
+
+    @property
+    def num_held(self) -> int:
+        """Regions whose rows somebody still reads; they may not be given back yet."""
+        return sum(reader.num_held for reader in self._readers)
 
     def _follow(self) -> None:
         pause_s = SHORTEST_PAUSE_S

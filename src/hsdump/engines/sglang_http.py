@@ -28,7 +28,9 @@ ENTRY_WAIT_S = 30.0
 CACHED_WAIT_S = 2.0
 """The same when the response says that tokens came from the prefix cache, whose rows may never come."""
 
-TRANSIENT = frozenset({"spool-full", "shared-memory-full", "spool-error", "rows-missing", "spool-gone"})
+TRANSIENT = frozenset(
+    {"connection-lost", "spool-full", "shared-memory-full", "spool-error", "rows-missing", "spool-gone"}
+)
 """Failure notes after which another try may succeed."""
 
 
@@ -62,6 +64,7 @@ class SglangEngine:
         self._info: EngineInfo | None = None
         self._hand_over: HandOver | None = None
         self._lost = False
+        self._gone: EngineLost | None = None
         self._reconnecting = asyncio.Lock()
         self._abandoned: set[Rid] = set()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -112,7 +115,7 @@ class SglangEngine:
         """Close connections (the server aborts what was running) and take this run's leftovers away."""
         await self._http.aclose()
         if self._hand_over is not None:
-            self._hand_over.close()
+            await asyncio.to_thread(self._hand_over.close)
 
     async def _send(self, rid: Rid, request: CaptureRequest) -> int:
         """Send a request and wait for its response; give the number of tokens that came from the prefix cache."""
@@ -160,6 +163,7 @@ class SglangEngine:
                     case FailedNote(reason, detail):
                         raise CaptureFailed(reason, detail, transient=reason in TRANSIENT)
             except SpoolError as error:
+                self._lost = True  # a damaged ring has no reader any more: shake hands again
                 raise CaptureFailed("damaged-entry", error.what, transient=True) from error
             if time.monotonic() > deadline_s and cached_tokens:
                 raise CaptureFailed(
@@ -197,6 +201,8 @@ class SglangEngine:
     async def _reconnect(self) -> None:
         """Wait for a server that went away, and make sure that it is the same one in every fact that matters."""
         async with self._reconnecting:
+            if self._gone is not None:
+                raise self._gone  # the others need not wait for it once more
             if not self._lost:
                 return
             assert self._info is not None
@@ -206,31 +212,33 @@ class SglangEngine:
             before, deadline_s = self._info, time.monotonic() + self._server_wait_s
             while True:
                 if self._hand_over is not None:
-                    self._hand_over.close()
+                    await asyncio.to_thread(self._hand_over.close)
                     self._hand_over = None
                 try:
                     after = await asyncio.to_thread(self.handshake)
                     break
                 except HsdumpError as error:
                     if time.monotonic() > deadline_s:
-                        raise EngineLost(
+                        self._gone = EngineLost(
                             f"the server at {self.url} went away and did not come back within "
                             f"{self._server_wait_s:.0f} s: {error.what}",
                             "start it again and run the same extract command: it goes on where it stopped",
-                        ) from error
+                        )
+                        raise self._gone from error
                     await asyncio.sleep(0.5)
             changed = [name for name in _IDENTITY if getattr(before, name) != getattr(after, name)]
             if changed:
                 lines = [f"{name} was {getattr(before, name)}, is {getattr(after, name)}" for name in changed]
-                raise EngineLost(
+                self._gone = EngineLost(
                     f"another server answers at {self.url} now: {'; '.join(lines)}",
                     "start the server as it was, or extract into a new store",
                 )
+                raise self._gone
             self._lost = False
 
     def _is_still_there(self) -> bool:
         """Tell whether the server that the handshake found is alive, its spool included."""
-        if self._info is None or self._info.spool_dir is None or self._hand_over is None:
+        if self._info is None or self._info.spool_dir is None or self._hand_over is None or self._hand_over.broken:
             return False
         try:
             server_facts(self.url, self._headers)

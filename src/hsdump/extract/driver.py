@@ -82,6 +82,7 @@ class Driver:
 
     async def _run_to_end(self) -> None:
         self._failed_before = frozenset(await self._in_store(self._writer.failures))
+        timer = asyncio.create_task(self._commit_by_time())
         try:
             await self._admit_all()
             if self._tasks:
@@ -91,14 +92,24 @@ class Driver:
         except HsdumpError as error:
             self._end_early(error)
         finally:
-            for task in self._tasks:
+            for task in (*self._tasks, timer):
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, timer, return_exceptions=True)
             try:
                 await self._in_store(self._commit)
                 await self._in_store(self._writer.close)
             except HsdumpError as error:
                 self._end_early(error)
+
+    async def _commit_by_time(self) -> None:
+        """Commit what waits although nothing new arrives, as while a server is away."""
+        try:
+            while True:
+                await asyncio.sleep(self._options.commit_s)
+                if self._uncommitted and time.monotonic() - self._last_commit_s > self._options.commit_s:
+                    await self._in_store(self._commit)
+        except HsdumpError as error:
+            self._end_early(error)
 
     def _end_early(self, error: HsdumpError) -> None:
         """The engine, the store or the input is gone: nothing else will succeed either."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from types import FrameType
@@ -12,6 +11,7 @@ from hsdump.errors import SpoolError
 from hsdump.launch.command import ServeCommand, ServeOptions
 from hsdump.locks import AliveLock
 from hsdump.spool.names import SpoolPaths
+from hsdump.spool.sweep import list_strangers, remove_spool
 
 
 def make_spool(options: ServeOptions) -> AliveLock:
@@ -22,8 +22,14 @@ def make_spool(options: ServeOptions) -> AliveLock:
     """
     paths = SpoolPaths(options.spool)
     try:
+        if paths.root.is_dir() and (strangers := list_strangers(paths.root)):
+            raise SpoolError(
+                f"{paths.root} is no spool: it holds {', '.join(strangers[:3])}",
+                f"name a folder of its own with --spool, such as {paths.root}/hsdump-spool",
+            )
         paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = AliveLock(paths.root / "launcher.lock")
+        remove_spool(paths.root, keep=lock.path)  # what a killed server of this spool left
         for folder in paths.folders():
             folder.mkdir(mode=0o700, exist_ok=True)
     except BlockingIOError:
@@ -36,7 +42,7 @@ def make_spool(options: ServeOptions) -> AliveLock:
     total = stat.f_blocks * stat.f_frsize
     if options.spool_bytes > total:
         lock.release()
-        shutil.rmtree(paths.root, ignore_errors=True)
+        remove_spool(paths.root)
         raise SpoolError(
             f"--spool-bytes {options.spool_bytes} is more than all of the file system under {paths.root} ({total})",
             f"use --spool-bytes {total // 2}, or enlarge it (docker: --shm-size, Kubernetes: emptyDir sizeLimit)",
@@ -64,5 +70,5 @@ def run_server(options: ServeOptions, command: ServeCommand) -> int:
         code = child.wait()
     finally:
         lock.release()
-        shutil.rmtree(options.spool, ignore_errors=True)
+        remove_spool(options.spool)
     return 128 - code if code < 0 else code

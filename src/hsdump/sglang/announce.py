@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hsdump.locks import AliveLock
+from hsdump.locks import AliveLock, is_held
 from hsdump.schema import EngineInfo
 from hsdump.spool.names import SpoolPaths
 
@@ -23,6 +23,15 @@ class Announcement:
         self._lock = AliveLock(self._paths.server_lock(os.getpid()))
         for folder in self._paths.folders():
             folder.mkdir(mode=0o700, exist_ok=True)
+        self._remove_dead()
+
+    def _remove_dead(self) -> None:
+        """Take away what killed processes of this spool left: a ring is gigabytes of memory."""
+        for lock in list(self._paths.root.glob("server-*.lock")):
+            if not is_held(lock):
+                pid = int(lock.stem.split("-")[1])
+                for path in (self._paths.ring(pid), self._paths.server_file(pid), lock):
+                    path.unlink(missing_ok=True)
 
     def offer(self, info: EngineInfo, *, host: str, port: int, ring: str | None = None) -> None:
         """Say what is captured here, and through which ring file of the spool."""

@@ -50,6 +50,16 @@ def read_facts(runner: Any) -> RunnerFacts:
     )
 
 
+_ROWS_SHARDED = (
+    "enable_dp_attention",
+    "enable_layernorm_sp",
+    "enable_prefill_cp",
+    "enable_prefill_context_parallel",
+    "enable_nsa_prefill_context_parallel",
+)
+"""Settings under which a rank's tensors at the logits processor do not hold the whole batch in order."""
+
+
 def conflict(runner: Any) -> str | None:
     """Name the server setting under which rows would be wrong or missing, or give None.
 
@@ -62,8 +72,11 @@ def conflict(runner: Any) -> str | None:
         return "--enable-return-aux-hidden-states: SGLang's own capture already owns the auxiliary states"
     if int(getattr(args, "pp_size", 1)) > 1:
         return f"--pp-size {args.pp_size}: the layers of one token live in several processes"
-    if getattr(args, "enable_dp_attention", False):
-        return "--enable-dp-attention: the rows of a batch are spread over ranks"
+    sharded = [f"--{name.replace('_', '-')}" for name in _ROWS_SHARDED if getattr(args, name, False)]
+    if int(getattr(args, "attn_cp_size", 1) or 1) > 1:
+        sharded.append(f"--attn-cp-size {args.attn_cp_size}")
+    if sharded:
+        return f"{', '.join(sharded)}: the rows of a batch are spread over ranks"
     if getattr(args, "disaggregation_mode", "null") not in (None, "null"):
         return f"--disaggregation-mode {args.disaggregation_mode}"
     return None

@@ -7,6 +7,7 @@ client's handshake reads it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -62,6 +63,8 @@ class ServerCapture:
         try:
             self._set_up(runner)
         except Exception as error:  # noqa: BLE001 - a process border, as above
+            if self._switch is not None:
+                self._switch.off()  # before any graph is captured: a server that captures nothing pays nothing
             self._tap = self._switch = None
             args_ = runner.server_args
             self.give_up(f"{type(error).__name__}: {error}", host=str(args_.host), port=int(args_.port))
@@ -192,4 +195,5 @@ class ServerCapture:
             self._tap.take(segments, BatchStates(input_ids, aux_hidden_states, hidden_states))
         except Exception as error:  # a process border, as above
             logger.exception("hsdump could not capture a batch")
-            self._tap.refuse(segments, "capture-error", f"{type(error).__name__}: {error}")
+            with contextlib.suppress(Exception):  # a process border, as above
+                self._tap.refuse(segments, "capture-error", f"{type(error).__name__}: {error}")

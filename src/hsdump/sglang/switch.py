@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+_MARK = "_is_layer_to_capture"
+"""Mixture-of-experts models of the Qwen family mark the layers themselves, and look at the mark only: with it left on,
+the inner model goes on returning auxiliary states that the outer one no longer takes apart."""
+
 
 class CannotSwitch(Exception):
     """This model's auxiliary capture cannot be switched on safely; says why."""
@@ -38,6 +42,11 @@ class AuxSwitch:
                 f"(layers_to_capture {list(self._list_owner.layers_to_capture)}), perhaps by speculative decoding"
             )
         self._apply_setter(model)
+        self._marked = [module for module in model.modules() if vars(module).get(_MARK)]
+        if self._marked and list(self._list_owner.layers_to_capture) != self._layers:
+            found = list(self._list_owner.layers_to_capture)
+            self._forget_marks()
+            raise CannotSwitch(f"asked for layers {self._layers}, the model's own setter marked {found}")
         self.on()
         arrived = list(self._list_owner.layers_to_capture)
         if arrived != self._layers:
@@ -47,11 +56,18 @@ class AuxSwitch:
         """Compute the auxiliary states from the next pass on."""
         self._list_owner.layers_to_capture = list(self._layers)
         self._flag_owner.capture_aux_hidden_states = True
+        for module in self._marked:
+            setattr(module, _MARK, True)
 
     def off(self) -> None:
         """Run the model as if hsdump were not there."""
         self._list_owner.layers_to_capture = []
         self._flag_owner.capture_aux_hidden_states = False
+        self._forget_marks()
+
+    def _forget_marks(self) -> None:
+        for module in self._marked:
+            setattr(module, _MARK, False)
 
     def _apply_setter(self, model: Any) -> None:
         """Let the model's own setter prepare whatever it keeps beside the list; `on` then sets the list itself."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,7 @@ class RingWriter:
             OSError: not so much shared memory.
         """
         self.shape, self.data_bytes = shape, _up(data_bytes, PAGE)
+        path.unlink(missing_ok=True)  # of a process that had this number before: ours holds its lock
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, PAGE + self.data_bytes)
@@ -180,7 +182,12 @@ class RingWriter:
         start = reserved % self.data_bytes
         skip = self.data_bytes - start if start + layout.total_bytes > self.data_bytes else 0
         if reserved + skip + layout.total_bytes - freed > self.data_bytes:
-            self.control.set("refused", self.control.get("refused") + 1)
+            self.control.add("refused", 1)
+            if skip and reserved == freed:
+                # Nothing is in the ring, only its end is in the way: go round, so that the next try fits.
+                self._write_header(start, _SKIP, skip, 0, ())
+                self.control.set("reserved", reserved + skip)
+                self.publish(reserved + skip)
             return None
         if skip:
             self._write_header(start, _SKIP, skip, 0, ())
@@ -189,6 +196,10 @@ class RingWriter:
         end = reserved + layout.total_bytes
         self.control.set("reserved", end)
         return PAGE + start, layout, end
+
+    def cancel(self, offset: int, layout: RegionLayout) -> None:
+        """Turn a reserved region into one without rows; it still has to be published."""
+        self._write_header(offset - PAGE, _SKIP, layout.total_bytes, 0, ())
 
     def publish(self, end: int) -> None:
         """Show everything up to `end` to the client; call in the order of `reserve`."""
@@ -226,35 +237,50 @@ class RingReader:
             raise ValueError(f"{path} is no ring")
         self._next = self._control.get("freed")
         self._held: dict[int, bool] = {}
+        self._lock = threading.Lock()  # one thread polls, others free
 
     def poll(self) -> Region | None:
         """Give the next published region, or None. A region is held until `free`."""
-        while self._next < self._control.get("published"):
-            start = self._next % self.data_bytes
-            kind, version, num_bytes, rows, count = _HEADER.unpack_from(self._map, PAGE + start)
-            if version != 1 or not 0 < num_bytes <= self.data_bytes - start:
-                raise ValueError(f"a damaged region at {start}: {kind!r}, version {version}, {num_bytes} bytes")
-            end = self._next + num_bytes
-            self._next = end
-            if kind == _SKIP:
-                self._held[end] = False
-                self._advance()
-                continue
-            layout = RegionLayout(self.shape, rows, count)
-            if layout.total_bytes != num_bytes:
-                raise ValueError(f"a region of {num_bytes} bytes, its {rows} rows take {layout.total_bytes}")
-            self._held[end] = True
-            return Region(PAGE + start, end, layout, self._segments(PAGE + start, count))
+        with self._lock:
+            while self._next < self._control.get("published"):
+                region = self._step()
+                if region is not None:
+                    return region
         return None
 
     def free(self, region: Region) -> None:
         """Give a region's memory back to the server, once all earlier ones are."""
-        self._held[region.end] = False
-        self._advance()
+        with self._lock:
+            self._held[region.end] = False
+            self._advance()
+
+    @property
+    def num_held(self) -> int:
+        """Regions that somebody still reads."""
+        with self._lock:
+            return sum(self._held.values())
 
     def close(self) -> None:
-        """Let go. Arrays that still look at the memory keep it mapped."""
-        self._control.set("freed", self._control.get("published"))
+        """Pass over what was not polled. Regions still held keep their memory until they are freed."""
+        while (region := self.poll()) is not None:
+            self.free(region)
+
+    def _step(self) -> Region | None:
+        start = self._next % self.data_bytes
+        kind, version, num_bytes, rows, count = _HEADER.unpack_from(self._map, PAGE + start)
+        if version != 1 or not 0 < num_bytes <= self.data_bytes - start:
+            raise ValueError(f"a damaged region at {start}: {kind!r}, version {version}, {num_bytes} bytes")
+        end = self._next + num_bytes
+        self._next = end
+        if kind == _SKIP:
+            self._held[end] = False
+            self._advance()
+            return None
+        layout = RegionLayout(self.shape, rows, count)
+        if layout.total_bytes != num_bytes:
+            raise ValueError(f"a region of {num_bytes} bytes, its {rows} rows take {layout.total_bytes}")
+        self._held[end] = True
+        return Region(PAGE + start, end, layout, self._segments(PAGE + start, count))
 
     def _segments(self, at: int, count: int) -> tuple[RingSegment, ...]:
         found = []
@@ -269,7 +295,7 @@ class RingReader:
             if self._held[first]:
                 return
             del self._held[first]
-            self._control.set("freed", first)
+            self._control.set("freed", max(first, self._control.get("freed")))
 
 
 def _up(value: int, step: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +55,31 @@ def sweep_dead_spools(shared_memory: Path = SHARED_MEMORY) -> Swept:
     for root in sorted(shared_memory.glob(f"{PREFIX}*")):
         if root.is_dir() and not root.is_symlink() and is_abandoned(root):
             sizes = [_size(path) for path in root.rglob("*") if path.is_file()]
-            shutil.rmtree(root, ignore_errors=True)
+            remove_spool(root)
             total += Swept(len(sizes), sum(sizes), (str(root),))
     return total
+
+
+_OURS = re.compile(r"partial|ready|failed|clients|(server|ring)-\d+(\.\w+)?|(launcher|ring-reader)\.lock")
+
+
+def list_strangers(root: Path) -> list[str]:
+    """Name what lies in a folder and is not a spool's."""
+    return sorted(path.name for path in root.iterdir() if not _OURS.fullmatch(path.name))
+
+
+def remove_spool(root: Path, *, keep: Path | None = None) -> None:
+    """Remove a spool's own files, and its folder when nothing else is in it; never what somebody else put there."""
+    for path in list(root.iterdir()) if root.is_dir() else []:
+        if path == keep or not _OURS.fullmatch(path.name) or path.is_symlink():
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    if keep is None:
+        with contextlib.suppress(OSError):
+            root.rmdir()
 
 
 def _size(path: Path) -> int:

@@ -6,6 +6,7 @@ concerned, so that the server goes on serving.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -110,9 +111,12 @@ class SpoolWriter:
 
     def used_bytes(self) -> int:
         """Bytes that entries take now, finished ones that no client has taken yet included."""
-        return sum(
-            entry.stat().st_size for folder in (self.paths.partial, self.paths.ready) for entry in os.scandir(folder)
-        )
+        total = 0
+        for folder in (self.paths.partial, self.paths.ready):
+            for entry in os.scandir(folder):
+                with contextlib.suppress(FileNotFoundError):  # a client took it at this moment
+                    total += entry.stat().st_size
+        return total
 
     def _check_room(self, num_bytes: int) -> None:
         try:
