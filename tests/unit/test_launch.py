@@ -13,6 +13,7 @@ from hsdump.cli.main import main
 from hsdump.errors import SpoolError, UsageError
 from hsdump.launch.command import ServeOptions, build_command, check_environment
 from hsdump.launch.supervise import make_spool
+from hsdump.spool.sweep import remove_spool
 
 
 def options(tmp_path: Path, **changes: object) -> ServeOptions:
@@ -102,6 +103,29 @@ def test_a_spool_larger_than_its_file_system_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpoolError, match="more than all of the file system"):
         make_spool(options(tmp_path, spool_bytes=1 << 60))
     assert not (tmp_path / "hsdump-spool").exists()
+
+
+def test_a_folder_with_other_things_in_it_is_no_spool_and_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "hsdump-spool"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("x")
+    with pytest.raises(SpoolError, match=r"is no spool: it holds thesis\.tex"):
+        make_spool(options(tmp_path))
+    assert (folder / "thesis.tex").exists()
+
+
+def test_what_a_killed_server_left_in_its_spool_goes_and_what_others_added_later_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "hsdump-spool"
+    (folder / "ready").mkdir(parents=True)
+    for name in ("ready/hsdump-x", "ring-7", "server-7.json", "server-7.lock"):
+        (folder / name).write_text("x")
+    lock = make_spool(options(tmp_path))
+    assert sorted(path.name for path in folder.iterdir()) == ["clients", "failed", "launcher.lock", "partial", "ready"]
+    assert list((folder / "ready").iterdir()) == []
+    (folder / "notes.txt").write_text("x")
+    lock.release()
+    remove_spool(folder)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
 def test_one_spool_has_one_launcher(tmp_path: Path) -> None:

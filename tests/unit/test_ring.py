@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -69,9 +71,6 @@ class Rig:
             found = self.client.poll(rid)
             if found is not None:
                 return found
-            torch.sum(torch.ones(10))
-            import time
-
             time.sleep(0.001)
         raise AssertionError(f"no outcome: {self.client.missing(rid)}")
 
@@ -83,6 +82,11 @@ class Rig:
         for found, expected in zip(rows.states, self.states_of(rid), strict=True):
             assert np.array_equal(found, expected.view(torch.int16).numpy().view(np.uint16))
         rows.release()
+
+
+def make_folder(root: Path) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    return root
 
 
 @pytest.fixture
@@ -142,6 +146,78 @@ def test_a_full_ring_refuses_at_once_and_recovers(root: Path) -> None:
     rig.batch([(d, 0, 200)])
     rig.check(d)
     rig.client.close()
+
+
+def test_a_region_larger_than_half_the_ring_fits_an_empty_one(root: Path) -> None:
+    """The second does not fit behind the first; the ring goes round for the next try."""
+    ring = RingWriter(make_folder(root) / "ring-0", SHAPE, 64 << 10)
+    reader = RingReader(root / "ring-0", SHAPE)
+    for rows in (560, 700):
+        segments = [RingSegment("x", 0, 0, rows)]
+        place = ring.reserve(segments)
+        if place is None:
+            assert reader.poll() is None
+            place = ring.reserve(segments)
+        assert place is not None
+        ring.publish(place[2])
+        region = reader.poll()
+        assert region is not None
+        reader.free(region)
+    assert ring.used_bytes == 0
+
+
+def test_a_copy_that_fails_leaves_no_rows_behind(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(root)
+    a, b = rig.rid(1, 5), rig.rid(2, 5)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.taps[0]._copier, "copy", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            rig.batch([(a, 0, 5)])
+    rig.batch([(b, 0, 5)])
+    rig.check(b)
+    assert rig.client.poll(a) is None
+    rig.client.close()
+    assert rig.rings[0].used_bytes == 0
+
+
+def test_closing_waits_for_rows_that_are_still_read(root: Path) -> None:
+    rig = Rig(root)
+    a = rig.rid(1, 5)
+    rig.batch([(a, 0, 5)])
+    held = rig.outcome(a)
+    assert isinstance(held, Rows)
+    closer = threading.Thread(target=rig.client.close)
+    closer.start()
+    closer.join(0.3)
+    assert closer.is_alive()
+    assert rig.rings[0].used_bytes > 0
+    held.release()
+    closer.join(10)
+    assert not closer.is_alive()
+    assert rig.rings[0].used_bytes == 0
+
+
+def test_forgetting_at_the_moment_of_delivery_gives_the_rows_back(root: Path) -> None:
+    rig = Rig(root)
+    for number in range(200):
+        rid = rig.rid(number, 5)
+        rig.batch([(rid, 0, 5)])
+        rig.client.forget(rid)
+    last = rig.rid(1000, 5)
+    rig.batch([(last, 0, 5)])
+    rig.check(last)
+    rig.client.close()
+    assert rig.rings[0].used_bytes == 0
+
+
+def test_too_few_rows_are_an_error_before_anything_is_copied() -> None:
+    state = torch.zeros(3, HIDDEN).bfloat16()
+    with pytest.raises(ValueError, match="5 are needed"):
+        BatchStates(torch.arange(5), [state, state], state).columns(2, HIDDEN, 5)
 
 
 def test_rows_nobody_waits_for_are_dropped(root: Path) -> None:

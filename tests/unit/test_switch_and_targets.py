@@ -49,6 +49,44 @@ class Kimi(torch.nn.Module):
         self.language_model.set_eagle3_layers_to_capture(ids)
 
 
+class QwenMoe(Llama):
+    """A mixture-of-experts model of the Qwen family: its setter marks the layers, and its loop sees the marks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(8))
+
+    def set_eagle3_layers_to_capture(self, ids: Sequence[int]) -> None:
+        super().set_eagle3_layers_to_capture(ids)
+        for layer in self.model.layers_to_capture:
+            self.model.layers[layer]._is_layer_to_capture = True
+
+    def marked(self) -> list[int]:
+        return [k for k, layer in enumerate(self.model.layers) if getattr(layer, "_is_layer_to_capture", False)]
+
+
+def test_marks_on_layers_go_on_and_off_with_the_rest() -> None:
+    model = QwenMoe()
+    switch = AuxSwitch(model, (2, 4, 5))
+    assert model.marked() == [2, 4, 5]
+    switch.off()
+    assert model.marked() == []
+    assert not model.capture_aux_hidden_states
+    switch.on()
+    assert model.marked() == [2, 4, 5]
+
+
+def test_marks_in_another_place_than_asked_are_refused_and_taken_back() -> None:
+    class Shifted(QwenMoe):
+        def set_eagle3_layers_to_capture(self, ids: Sequence[int]) -> None:
+            super().set_eagle3_layers_to_capture([layer - 1 for layer in ids])
+
+    model = Shifted()
+    with pytest.raises(CannotSwitch, match=r"asked for layers \[2, 4, 5\], the model's own setter marked \[1, 3, 4\]"):
+        AuxSwitch(model, (2, 4, 5))
+    assert model.marked() == []
+
+
 @pytest.mark.parametrize("model_class", [Llama, DeepSeek, Kimi])
 @pytest.mark.parametrize("layers", [(1, 3, 5), (2, 3, 4), (3,)])
 def test_the_layers_that_were_asked_for_arrive_whatever_the_setter_does(
@@ -108,6 +146,8 @@ def test_a_release_without_the_functions_to_hook_is_unsupported() -> None:
         ("enable_return_aux_hidden_states", True, "--enable-return-aux-hidden-states"),
         ("pp_size", 2, "--pp-size 2"),
         ("enable_dp_attention", True, "--enable-dp-attention"),
+        ("enable_layernorm_sp", True, "--enable-layernorm-sp"),
+        ("attn_cp_size", 2, "--attn-cp-size 2"),
         ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
     ],
 )
