@@ -116,6 +116,9 @@ class SglangEngine:
         await self._http.aclose()
         if self._hand_over is not None:
             await asyncio.to_thread(self._hand_over.close)
+        if self._info is not None and self._info.spool_dir is not None:
+            # A killed client's last requests may have been finished after the sweep at the start.
+            await asyncio.to_thread(sweep_dead_clients, Path(self._info.spool_dir))
 
     async def _send(self, rid: Rid, request: CaptureRequest) -> int:
         """Send a request and wait for its response; give the number of tokens that came from the prefix cache."""
