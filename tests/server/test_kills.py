@@ -43,6 +43,13 @@ def leftovers(spool: Path) -> list[str]:
     return [path.name for folder in (*paths.entries(), paths.clients) for path in folder.iterdir()]
 
 
+def wait_for_shard(out: Path, before: int, client: subprocess.Popen[bytes]) -> None:
+    """Wait until a client has written something new, or has ended."""
+    deadline = time.monotonic() + 60
+    while len(list(out.glob("shards/*"))) <= before and client.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def check_union(out: Path, samples: list[TokenSample], model: Path) -> None:
     """Each sample once, verified by the product, and a few of them against transformers."""
     shape, states, ids = stored(out)
@@ -57,14 +64,19 @@ def check_union(out: Path, samples: list[TokenSample], model: Path) -> None:
 
 
 def test_the_client_is_killed_ten_times(tiny_llama: Path, tmp_path: Path) -> None:
-    samples = token_samples(240, 2048, seed=21)
+    samples = token_samples(400, 2048, seed=21)
     rows, out = write_rows(tmp_path / "rows.jsonl", samples), tmp_path / "store"
     moments = random.Random(5)
     with SglangServer(model=tiny_llama, log=tmp_path / "server.log") as server:
         committed = 0
-        for _ in range(KILLS):
+        for number in range(KILLS):
+            before = len(list(out.glob("shards/*")))
             client = subprocess.Popen(extract_command(rows, server.url, out), stdout=subprocess.DEVNULL)
-            time.sleep(moments.uniform(0.5, 4.0))
+            if number % 2:  # at work: a new shard is there, other samples are on their way
+                wait_for_shard(out, before, client)
+                time.sleep(moments.uniform(0.0, 0.5))
+            else:  # anywhere: imports, handshake, opening the store, at work
+                time.sleep(moments.uniform(0.5, 5.0))
             client.kill()
             client.wait()
             if (out / "manifest.json").exists():
