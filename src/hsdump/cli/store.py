@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from hsdump.cli.output import Result, emit
+from hsdump.cli.progress import byte_progress
 from hsdump.errors import UsageError
 from hsdump.store import Store, WriterOptions
 from hsdump.store.export import FORMATS, ExportOptions, export_store
@@ -93,7 +92,7 @@ def scrub_command(
     json: bool = JSON,
 ) -> None:
     """Prove every byte. Exit codes: 0 sound, 1 damage repaired, 2 damage found."""
-    with progress_bar() as tick:
+    with byte_progress("store") as tick:
         report = repair(store, tick) if repair_ else scrub(store, tick)
     raise typer.Exit(emit(Result(data=report, text=_show_scrub(report), exit_code=report.exit_code), as_json=json))
 
@@ -106,7 +105,7 @@ def merge_command(
     json: bool = JSON,
 ) -> None:
     """Copy several stores into one; a sample that several have is taken once."""
-    with progress_bar() as tick:
+    with byte_progress("store") as tick:
         report = merge(stores, out, _surgery(dry_run, shard_bytes, tick))
     _emit_surgery(report, json)
 
@@ -127,7 +126,7 @@ def split_command(
         raise UsageError(f"--shares {shares!r} are not numbers", "write them as --shares 0.95,0.05") from None
     if len(parts) != len(out):
         raise UsageError(f"{len(parts)} shares for {len(out)} stores", "give one share for each --out")
-    with progress_bar() as tick:
+    with byte_progress("store") as tick:
         report = split(store, dict(zip(out, parts, strict=True)), _surgery(dry_run, shard_bytes, tick), seed)
     _emit_surgery(report, json)
 
@@ -152,7 +151,7 @@ def recode_command(
     json: bool = JSON,
 ) -> None:
     """Write a store anew with another codec, and prove every sample against the source."""
-    with progress_bar() as tick:
+    with byte_progress("store") as tick:
         report = recode(store, out, codec, _surgery(dry_run, shard_bytes, tick), replace=replace)
     _emit_surgery(report, json)
 
@@ -167,7 +166,7 @@ def export(
     json: bool = JSON,
 ) -> None:
     """Write files that other trainers read. The final state's norm is converted or refused, never relabelled."""
-    with progress_bar() as tick:
+    with byte_progress("store") as tick:
         options = ExportOptions(to=to, out=out, model=model, gzip=gzip, dry_run=dry_run, progress=tick)
         report = export_store(store, options)
     text = f"{'would write' if dry_run else 'wrote'} {report.files} files, {human_bytes(report.num_bytes)}, to {out}"
@@ -187,29 +186,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "recode": recode_command,
     "export": export,
 }
-
-
-@contextmanager
-def progress_bar() -> Iterator[Tick]:
-    """Show samples, bytes, rate on standard error, where that is a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.fields[samples]} samples"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("store", total=None, samples=0)
-        seen = 0
-
-        def tick(samples: int, num_bytes: int) -> None:
-            nonlocal seen
-            seen += samples
-            bar.update(task, advance=num_bytes, samples=seen)
-
-        yield tick
 
 
 def _surgery(dry_run: bool, shard_bytes: int, tick: Tick) -> SurgeryOptions:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from hsdump.cli.output import Result, emit
+from hsdump.cli.progress import byte_progress
 from hsdump.errors import StoreCorrupt
 from hsdump.verify import VerifyOptions, verify_store
 from hsdump.verify.show import show_report
-from hsdump.verify.verify import Progress as Tick
 
 EPILOG = "Example:  hsdump verify /data/kimi-store"
 
@@ -34,34 +30,10 @@ def verify(
     Exit codes: 0 clean, 1 suspicious, 2 corrupt.
     """
     options = VerifyOptions(sample=sample, seed=seed)
-    with progress_bar(store, sample) as tick:
+    with byte_progress("verify", None if sample else _bytes_to_read(store)) as tick:
         report = verify_store(store, options, tick)
     code = emit(Result(data=report, text=show_report(report), exit_code=report.exit_code), as_json=json)
     raise typer.Exit(code)
-
-
-@contextmanager
-def progress_bar(path: Path, sample: int | None) -> Iterator[Tick]:
-    """Show bytes, rate and time left on standard error, where that is a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.fields[samples]} samples"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        total = None if sample else _bytes_to_read(path)
-        task = bar.add_task("verify", total=total, samples=0)
-        seen = 0
-
-        def tick(samples: int, num_bytes: int) -> None:
-            nonlocal seen
-            seen += samples
-            bar.update(task, advance=num_bytes, samples=seen)
-
-        yield tick
 
 
 def _bytes_to_read(path: Path) -> int | None:

@@ -58,7 +58,6 @@ class RingCollector:
         self._waiting: dict[Rid, _Waiting] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self.rows = 0
         self.error: Exception | None = None
         self._copiers = ThreadPoolExecutor(len(shape.names), "hsdump-copy")
         self._thread = threading.Thread(target=self._follow, name="hsdump-ring", daemon=True)
@@ -122,7 +121,6 @@ class RingCollector:
                 waiting = self._waiting.get(rid) if rid else None
             if waiting is None or rid is None or segment.position + segment.num_rows > waiting.num_tokens:
                 continue
-            self.rows += segment.num_rows
             rows = slice(segment.first_row, segment.first_row + segment.num_rows)
             if segment.num_rows == waiting.num_tokens:
                 found = Rows(ids_T[rows], tuple(state[rows] for state in states_TH), hold.share())

@@ -17,7 +17,6 @@ from hsdump.engines.rows import Rows
 from hsdump.errors import HsdumpError, ServerError, SpoolError
 from hsdump.locks import is_held
 from hsdump.schema import EngineInfo
-from hsdump.spool.entry import entry_bytes
 from hsdump.spool.names import Rid, new_run
 from hsdump.spool.reader import FailedNote
 from hsdump.spool.sweep import sweep_dead_clients, sweep_dead_spools
@@ -81,11 +80,6 @@ class SglangEngine:
             sweep_dead_clients(Path(info.spool_dir))
         self._info, self._hand_over = info, hand_over
         return info
-
-    def spool_bytes(self, num_tokens: int) -> int:
-        """Give what one request of so many tokens takes in the spool."""
-        assert self._info is not None
-        return entry_bytes(self._info.shape, num_tokens)
 
     async def capture(self, request: CaptureRequest) -> CapturedSample:
         """Run one request and take its entry.
