@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import platform
 import signal
 import socket
@@ -92,8 +93,8 @@ def json_flags() -> list[str]:
 def server(args: argparse.Namespace, flags: list[str], *, capture: bool = False) -> Iterator[str]:
     """Start the real SGLang and stop it by its own process group."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port = random.randrange(20000, 30000)  # SGLang derives others from it: port + 10,000 must be one
+        probe.bind(("127.0.0.1", port))
     options = [*CPU_ARGS, "--model-path", args.model, "--port", str(port), "--chunked-prefill-size", str(args.chunk)]
     options += ["--mem-fraction-static", "0.1", "--max-total-tokens", "40000", *flags]
     command = [args.sglang_python, "-m", "sglang.launch_server", *options]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -158,6 +159,12 @@ def _end_with_parent() -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Find a free port below those that the kernel gives away, and low enough for the ports that SGLang derives from it.
+
+    SGLang 0.5.11 refuses to start when port + 10,000 is not a port.
+    """
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
