@@ -18,8 +18,8 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import platform
+import random
 import signal
 import socket
 import statistics

@@ -159,7 +159,7 @@ def _end_with_parent() -> None:
 
 
 def _free_port() -> int:
-    """Find a free port below those that the kernel gives away, and low enough for the ports that SGLang derives from it.
+    """Find a free port below those that the kernel gives away, and low enough for the ports that SGLang adds to it.
 
     SGLang 0.5.11 refuses to start when port + 10,000 is not a port.
     """
