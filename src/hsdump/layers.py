@@ -18,6 +18,15 @@ from hsdump.errors import UsageError
 FINAL = "final"
 """Name of the last state in spool entries and stores."""
 
+AUTO, ALL, NATIVE = "auto", "all", "native:"
+"""Words for --layers: EAGLE-3's choice, every layer that can be captured, and ids in the engine's own meaning."""
+
+_SGLANG_FLIPS = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "KimiK25")
+"""Model classes of SGLang whose public setter takes id k as "input of layer k", unless the first id is 1: then all of
+them are "output of layer k". All other classes always mean "output of layer k".
+
+Source: SGLang 0.5.23, `set_eagle3_layers_to_capture` in its 29 model files; found again by `hsdump probe`."""
+
 
 def eagle3_layers(num_layers: int) -> tuple[int, ...]:
     """Give the three auxiliary layers that EAGLE-3 drafters are trained on: one low, one middle, one high.
@@ -85,3 +94,59 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
 def state_names(layers: Sequence[int]) -> tuple[str, ...]:
     """Name the states of one sample in storage order: the auxiliary layers ascending, then the final state."""
     return (*(f"layer{layer}" for layer in layers), FINAL)
+
+
+def resolve_layers(text: str, num_layers: int) -> tuple[int, ...]:
+    """Give the ids that `auto`, `all` or `i,j,k` means for a model of this depth.
+
+    Raises:
+        UsageError: ids that cannot be captured, or text that is none of these.
+    """
+    if text.strip().lower() == ALL:
+        return tuple(range(1, num_layers))
+    wanted = parse_layers(text)
+    return eagle3_layers(num_layers) if wanted is None else check_layers(wanted, num_layers)
+
+
+def parse_native(text: str) -> tuple[int, ...] | None:
+    """Read `native:i,j,k`, ids that go to the engine's own setter unchanged; None for any other text.
+
+    Raises:
+        UsageError: what follows is no list of numbers.
+    """
+    if not text.strip().lower().startswith(NATIVE):
+        return None
+    ids = parse_layers(text.strip()[len(NATIVE) :])
+    if not ids:
+        raise UsageError(
+            f"--layers {text!r} names no ids", "use ids in the engine's own meaning: --layers native:2,4,5"
+        )
+    return ids
+
+
+def meaning_of(engine: str, model_class: str, ids: Sequence[int]) -> tuple[int, ...]:
+    """Translate ids in an engine's own meaning into hsdump's, by what its source says.
+
+    Args:
+        engine: `sglang`, `vllm` or `transformers`.
+        model_class: as the engine names it; only SGLang's classes differ among themselves.
+        ids: as given to the engine's setter or written into a drafter's config, in that order.
+    """
+    if engine != "sglang" or not ids:
+        return tuple(ids)
+    if model_class.startswith(_SGLANG_FLIPS) and ids[0] != 1:
+        return tuple(ids)
+    return tuple(layer + 1 for layer in ids)
+
+
+def ids_for(engine: str, model_class: str, layers: Sequence[int]) -> tuple[int, ...] | None:
+    """Give the ids that make an engine capture these layers of hsdump's, also for the config of a drafter.
+
+    Returns:
+        Ids in the engine's own meaning, or None where its setter has no way to say them (DeepSeek's cannot start at
+        layer 1).
+    """
+    for candidate in (tuple(layers), tuple(layer - 1 for layer in layers)):
+        if min(candidate, default=0) >= 0 and meaning_of(engine, model_class, candidate) == tuple(layers):
+            return candidate
+    return None

@@ -3,7 +3,16 @@
 import pytest
 
 from hsdump.errors import UsageError
-from hsdump.layers import check_layers, eagle3_layers, parse_layers, state_names
+from hsdump.layers import (
+    check_layers,
+    eagle3_layers,
+    ids_for,
+    meaning_of,
+    parse_layers,
+    parse_native,
+    resolve_layers,
+    state_names,
+)
 
 
 @pytest.mark.parametrize(
@@ -54,3 +63,38 @@ def test_layers_as_typed() -> None:
     assert parse_layers("2, 16,29") == (2, 16, 29)
     with pytest.raises(UsageError, match="--layers 'two' is not a list of numbers"):
         parse_layers("two")
+
+
+@pytest.mark.parametrize(
+    ("engine", "model_class", "ids", "layers"),
+    [
+        ("sglang", "LlamaForCausalLM", (2, 4, 5), (3, 5, 6)),
+        ("sglang", "Qwen3ForCausalLM", (1, 4, 5), (2, 5, 6)),
+        ("sglang", "DeepseekV3ForCausalLM", (2, 3, 4), (2, 3, 4)),
+        ("sglang", "DeepseekV3ForCausalLM", (1, 3, 4), (2, 4, 5)),
+        ("sglang", "KimiK25ForConditionalGeneration", (2, 30, 58), (2, 30, 58)),
+        ("vllm", "LlamaForCausalLM", (2, 4, 5), (2, 4, 5)),
+        ("transformers", "LlamaForCausalLM", (1, 4), (1, 4)),
+    ],
+)
+def test_engines_ids_and_hsdumps(engine: str, model_class: str, ids: tuple[int, ...], layers: tuple[int, ...]) -> None:
+    """SGLang's rows as tests/server/test_proof.py finds them by numbers on the real server."""
+    assert meaning_of(engine, model_class, ids) == layers
+    again = ids_for(engine, model_class, layers)
+    assert again is not None
+    assert meaning_of(engine, model_class, again) == layers
+
+
+def test_layers_that_an_engine_cannot_say() -> None:
+    assert ids_for("sglang", "DeepseekV3ForCausalLM", (1, 3, 4)) is None
+    assert ids_for("sglang", "LlamaForCausalLM", (1, 3, 4)) == (0, 2, 3)
+
+
+def test_words_for_layers() -> None:
+    assert resolve_layers("all", 6) == (1, 2, 3, 4, 5)
+    assert resolve_layers("auto", 8) == eagle3_layers(8)
+    assert resolve_layers("4,2", 8) == (2, 4)
+    assert parse_native("native:2,4") == (2, 4)
+    assert parse_native("2,4") is None
+    with pytest.raises(UsageError, match="names no ids"):
+        parse_native("native:auto")
