@@ -46,7 +46,7 @@ _THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _WEIGHT_KEYS = ("weight", "loss_weight", "train")
 """Keys of a turn that say with 0 or false that it is not learned. Other weights count as 1: a mask has no shades."""
 
-_LIST_KEYS = ("messages", "conversations", "conversation")
+LIST_KEYS = ("messages", "conversations", "conversation")
 _PAIR_KEYS = (
     ("prompt", ("completion", "response", "answer", "output")),
     ("question", ("answer", "response", "output")),
@@ -72,10 +72,10 @@ def parse_row(value: Any, options: PromptOptions) -> tuple[str, Conversation | T
         raise RowRefused("unknown-shape", f"the row is {type(value).__name__}, not an object with messages")
     if value.get("input_ids") is not None:
         return "tokens", TokenRow(input_ids=value["input_ids"], loss_mask=value.get("loss_mask"))
-    for key in _LIST_KEYS:
+    for key in LIST_KEYS:
         if isinstance(value.get(key), list | tuple):
             return _conversation(value, key, options)
-    pair = _pair(value)
+    pair = find_pair(value)
     if pair is not None:
         return _pair_conversation(value, pair, options)
     if isinstance(value.get("text"), str):
@@ -86,7 +86,7 @@ def parse_row(value: Any, options: PromptOptions) -> tuple[str, Conversation | T
     raise RowRefused("unknown-shape", f"no messages, conversations or input_ids; the row's keys are: {keys}")
 
 
-def _pair(value: Mapping[str, Any]) -> tuple[str, str, str | None] | None:
+def find_pair(value: Mapping[str, Any]) -> tuple[str, str, str | None] | None:
     """Find a question and its answer under the names of the field: (shape, question, answer or None)."""
     if isinstance(value.get("instruction"), str):
         question, answer = value["instruction"], value.get("output", value.get("response"))
@@ -111,29 +111,45 @@ def _pair_conversation(
     value: Mapping[str, Any], pair: tuple[str, str, str | None], options: PromptOptions
 ) -> tuple[str, Conversation]:
     shape, question, answer = pair
-    _refuse_media(value)
+    refuse_media(value)
     if answer is None:
         raise RowRefused("no-assistant-turn", f"the row is a prompt alone ({shape}), with no answer to learn")
+    turns = [*pair_history(value), {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return shape, _conversation({"messages": turns, "tools": value.get("tools")}, "messages", options)[1]
+
+
+def pair_history(value: Mapping[str, Any]) -> list[Any]:
+    """Give the turns that a row of a question and an answer keeps under `system` and `history`."""
     turns: list[Any] = [{"role": "system", "content": value["system"]}] if value.get("system") else []
     for exchange in value.get("history") or ():
         if not (isinstance(exchange, list | tuple) and len(exchange) == 2):
             raise RowRefused("unknown-shape", "history is not a list of (question, answer)")
         turns += [{"role": "user", "content": exchange[0]}, {"role": "assistant", "content": exchange[1]}]
-    turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return shape, _conversation({"messages": turns, "tools": value.get("tools")}, "messages", options)[1]
+    return turns
 
 
-def _refuse_media(value: Mapping[str, Any]) -> None:
+def refuse_media(value: Mapping[str, Any]) -> None:
+    """Refuse a row that keeps media beside its text."""
     for media in _MEDIA_KEYS:
         if value.get(media):
             raise RowRefused("image-content", f"image content is not supported: the row has {media!r}")
 
 
 def _conversation(value: Mapping[str, Any], key: str, options: PromptOptions) -> tuple[str, Conversation]:
+    shape, messages = read_turns(value, key, options)
+    return shape, finish(messages, read_tools(value.get("tools")))
+
+
+def read_turns(value: Mapping[str, Any], key: str, options: PromptOptions) -> tuple[str, list[Message]]:
+    """Read the list of turns under `key`, with the system text that the row keeps beside it.
+
+    Raises:
+        RowRefused: a turn that is not understood, or media.
+    """
     turns = value[key]
     if not turns:
         raise RowRefused("empty", f"{key} is an empty list")
-    _refuse_media(value)
+    refuse_media(value)
     shape = "sharegpt" if isinstance(turns[0], Mapping) and "from" in turns[0] else "messages"
     messages = [_message(turn, index, options) for index, turn in enumerate(turns)]
     chosen = value.get("chosen")
@@ -145,7 +161,7 @@ def _conversation(value: Mapping[str, Any], key: str, options: PromptOptions) ->
         system = options.default_system
     if system and messages[0].role != "system":
         messages.insert(0, Message(role="system", content=system))
-    return shape, finish(messages, _tools(value.get("tools")))
+    return shape, messages
 
 
 def finish(messages: list[Message], tools: tuple[dict[str, Any], ...]) -> Conversation:
@@ -162,10 +178,10 @@ def finish(messages: list[Message], tools: tuple[dict[str, Any], ...]) -> Conver
         raise RowRefused("no-trainable-tokens", "every turn of the assistant is empty")
     if not any(message.learn for message in replies):
         raise RowRefused("no-trainable-tokens", "the row gives every turn of the assistant the weight 0")
-    return Conversation(messages=tuple(_with_call_ids(messages[: last + 1])), tools=tools)
+    return Conversation(messages=tuple(with_call_ids(messages[: last + 1])), tools=tools)
 
 
-def _with_call_ids(messages: list[Message]) -> list[Message]:
+def with_call_ids(messages: list[Message]) -> list[Message]:
     """Number calls that have no id with nine digits (the form that the strictest template asks for)."""
     waiting: list[str] = []
     number = 0
@@ -271,7 +287,7 @@ def _call(call: Any, index: int) -> dict[str, Any]:
     return out
 
 
-def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Read `tools` as a list or as the JSON text of one; bare functions get OpenAI's wrapper."""
     if isinstance(tools, str):
         try:
