@@ -1,31 +1,22 @@
 """SGLang's plugin: entry point `hsdump` in the group `sglang.srt.plugins`, run in every process of the server.
 
 Without HSDUMP_SPOOL in the environment it does nothing at all. With it, nothing here ever raises into the server: what
-cannot be captured is refused request by request, and what cannot be set up is announced in the spool, where the
-client's handshake reads it.
+cannot be set up is announced in the spool, where the client's handshake reads it; see `hsdump.sglang.hooks`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from hsdump._version import __version__
-from hsdump.layers import check_layers, eagle3_layers, parse_layers
-from hsdump.schema import EngineInfo, StateShape
-from hsdump.spool.names import ENV_LAYERS, ENV_SPOOL, PREFIX
-
-logger = logging.getLogger(__name__)
+from hsdump.sglang.hooks import ServerCapture, claim
+from hsdump.spool.names import ENV_SPOOL
 
 
 def register() -> None:
     """Register hsdump's hooks, when this server was started for capture."""
     root = os.environ.get(ENV_SPOOL)
-    if not root:
+    if not root or not claim("plugin"):
         return
     capture = ServerCapture(Path(root))
     try:
@@ -41,159 +32,3 @@ def register() -> None:
         HookRegistry.register(targets.logits, capture.around_logits, HookType.AROUND)
     except Exception as error:  # noqa: BLE001 - a process border: the server must start whatever is wrong with us
         capture.give_up(f"hsdump's hooks could not be registered: {type(error).__name__}: {error}")
-
-
-class ServerCapture:
-    """The state that the three hooks share in one process. The hooks run in the scheduler's one thread."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self.engine_version = ""
-        self.notes: tuple[str, ...] = ()
-        self._announcement: Any = None
-        self._tap: Any = None
-        self._switch: Any = None
-        self._dynamic = False
-        self._segments: list[Any] = []
-
-    def after_load_model(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        """Switch the model's capture on and announce it, or announce why not."""
-        if getattr(runner, "is_draft_worker", False):
-            return result
-        try:
-            self._set_up(runner)
-        except Exception as error:  # noqa: BLE001 - a process border, as above
-            if self._switch is not None:
-                self._switch.off()  # before any graph is captured: a server that captures nothing pays nothing
-            self._tap = self._switch = None
-            args_ = runner.server_args
-            self.give_up(f"{type(error).__name__}: {error}", host=str(args_.host), port=int(args_.port))
-        return result
-
-    def around_forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note which rows of the batch are hsdump's while the model runs."""
-        if self._switch is None:
-            return original(runner, batch, *args, **kwargs)
-        segments = self._begin(batch)
-        if not segments:
-            return original(runner, batch, *args, **kwargs)
-        try:
-            return original(runner, batch, *args, **kwargs)
-        finally:
-            self._end()
-
-    def around_logits(  # noqa: PLR0913, PLR0917 - SGLang's own signature
-        self,
-        original: Callable[..., Any],
-        processor: Any,
-        input_ids: Any,
-        hidden_states: Any,
-        lm_head: Any,
-        metadata: Any,
-        aux_hidden_states: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Take hsdump's rows, then go on as if there had been no auxiliary states."""
-        if self._switch is None:
-            return original(processor, input_ids, hidden_states, lm_head, metadata, aux_hidden_states, *args, **kwargs)
-        if self._segments and self._tap is not None:
-            self._take(input_ids, hidden_states, aux_hidden_states)
-        return original(processor, input_ids, hidden_states, lm_head, metadata, None, *args, **kwargs)
-
-    def give_up(self, reason: str, *, host: str = "", port: int = 0) -> None:
-        """Let the client's handshake know; the server goes on without capture."""
-        logger.error("hsdump captures nothing: %s", reason)
-        try:
-            self._announce().decline(reason, host=host, port=port)
-        except OSError as error:
-            logger.error("hsdump cannot announce that either: %s", error)
-
-    def _set_up(self, runner: Any) -> None:
-        from hsdump.sglang.facts import conflict, read_facts
-        from hsdump.sglang.switch import AuxSwitch, CannotSwitch
-        from hsdump.sglang.taps import make_tap, read_settings
-
-        reason = conflict(runner)
-        if reason:
-            raise CannotSwitch(f"capture cannot be combined with {reason}")
-        facts = read_facts(runner)
-        wanted = parse_layers(os.environ.get(ENV_LAYERS, "auto"))
-        layers = eagle3_layers(facts.num_layers) if wanted is None else check_layers(wanted, facts.num_layers)
-        switch = AuxSwitch(runner.model, layers)
-        # A CUDA graph bakes the choice in, so only an eager model can be left alone between our batches.
-        self._dynamic = facts.device == "cpu"
-        if self._dynamic:
-            switch.off()
-        self._switch = switch
-        settings = read_settings(facts.device, facts.tp_size)
-        if facts.tp_rank >= settings.copying_ranks:
-            return
-        shape = StateShape(layers=layers, hidden_size=facts.hidden_size, dtype=facts.dtype, final_state="post_norm")
-        announcement = self._announce()
-        self._tap, ring = make_tap(self._root, shape, facts, settings)
-        info = EngineInfo(
-            engine="sglang",
-            engine_version=self.engine_version,
-            attach="plugin",
-            hsdump_version=__version__,
-            model_path=facts.model_path,
-            model_class=facts.model_class,
-            num_layers=facts.num_layers,
-            vocab_size=facts.vocab_size,
-            context_length=facts.context_length,
-            shape=shape,
-            device=facts.device,
-            tp_size=facts.tp_size,
-            dp_size=facts.dp_size,
-            spool_dir=str(self._root),
-            spool_max_bytes=settings.spool_bytes,
-            hand_over=settings.hand_over,
-            rings=facts.dp_size * settings.copying_ranks if settings.hand_over == "ring" else 0,
-            notes=self.notes,
-        )
-        announcement.offer(info, host=facts.host, port=facts.port, ring=ring)
-        logger.info("hsdump captures layers %s into %s by %s", list(layers), self._root, settings.hand_over)
-
-    def _announce(self) -> Any:
-        from hsdump.sglang.announce import Announcement
-
-        if self._announcement is None:
-            self._announcement = Announcement(self._root)
-        return self._announcement
-
-    def _begin(self, batch: Any) -> list[Any]:
-        """Find our rows in a prefill batch; one look at its ids for every other batch."""
-        self._segments = []
-        try:
-            if batch.rids is None or not batch.forward_mode.is_extend():
-                return []
-            if not any(rid.startswith(PREFIX) for rid in batch.rids):
-                return []
-            from hsdump.capture.batch import segments_of
-
-            self._segments = segments_of(batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)
-            if self._segments and self._dynamic:
-                self._switch.on()
-        except Exception:  # a process border, as above
-            logger.exception("hsdump could not read a batch; its requests are not captured")
-            self._end()
-        return self._segments
-
-    def _end(self) -> None:
-        self._segments = []
-        if self._dynamic:
-            self._switch.off()
-
-    def _take(self, input_ids: Any, hidden_states: Any, aux_hidden_states: Any) -> None:
-        from hsdump.capture.batch import BatchStates
-
-        segments, self._segments = self._segments, []
-        try:
-            if aux_hidden_states is None:
-                raise ValueError("the model gave no auxiliary states")
-            self._tap.take(segments, BatchStates(input_ids, aux_hidden_states, hidden_states))
-        except Exception as error:  # a process border, as above
-            logger.exception("hsdump could not capture a batch")
-            with contextlib.suppress(Exception):  # a process border, as above
-                self._tap.refuse(segments, "capture-error", f"{type(error).__name__}: {error}")

@@ -14,18 +14,22 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the point of a spool is to be in shared memory
 PREFIX = "hsdump-"
 ENV_SPOOL = "HSDUMP_SPOOL"
+ENV_DUMP_DIR = "SGLANG_HS_DUMP_DIR"
+"""Switches a patched server on, as HSDUMP_SPOOL does for a server with the plugin; either names the spool."""
+
 ENV_LAYERS = "HSDUMP_LAYERS"
 ENV_SPOOL_BYTES = "HSDUMP_SPOOL_BYTES"
 ENV_HAND_OVER = "HSDUMP_HAND_OVER"
 ENV_SHARE_RANKS = "HSDUMP_SHARE_RANKS"
 
-_RID = re.compile(r"hsdump-([0-9a-f]{8})-([0-9a-f]{32})-([0-9]{1,4})-([0-9]{1,9})")
+_RID = re.compile(r"hsdump-([0-9a-f]{8})-([0-9a-f]{32})-([0-9]{1,4})-([0-9]{1,9})(?:-d([0-9]{1,9}))?")
 _RUN = re.compile(r"[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True)
 class Rid:
-    """A capture request's id, `hsdump-<run>-<sample>-<attempt>-<num_tokens>`."""
+    """A capture request's id, `hsdump-<run>-<sample>-<attempt>-<num_tokens>`, of a request that generates with
+    `-d<prompt_tokens>` at its end."""
 
     run: str
     """8 hex digits: one run of one client."""
@@ -38,8 +42,12 @@ class Rid:
     num_tokens: int
     """Rows that make the entry complete."""
 
+    prompt_tokens: int | None = None
+    """Of a request that generates: the rows before it are prefill, those from it on must come from decode steps."""
+
     def __str__(self) -> str:
-        return f"{PREFIX}{self.run}-{self.key}-{self.attempt}-{self.num_tokens}"
+        text = f"{PREFIX}{self.run}-{self.key}-{self.attempt}-{self.num_tokens}"
+        return text if self.prompt_tokens is None else f"{text}-d{self.prompt_tokens}"
 
     @classmethod
     def parse(cls, text: str) -> Rid | None:
@@ -50,8 +58,11 @@ class Rid:
         match = _RID.fullmatch(text)
         if match is None:
             return None
-        run, key, attempt, num_tokens = match.groups()
-        return cls(run, key, int(attempt), int(num_tokens)) if int(num_tokens) else None
+        run, key, attempt, num_tokens, prompt_tokens = match.groups()
+        prompt = None if prompt_tokens is None else int(prompt_tokens)
+        if not int(num_tokens) or (prompt is not None and not 0 < prompt <= int(num_tokens)):
+            return None
+        return cls(run, key, int(attempt), int(num_tokens), prompt)
 
 
 def new_run() -> str:
