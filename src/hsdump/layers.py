@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from hsdump.errors import UsageError
 
 FINAL = "final"
-"""Name of the last state in spool entries and stores."""
+"""Name of the final state in spool entries and stores."""
+
+FINAL_PRE_NORM = "final_pre_norm"
+"""Name of the state in front of the last norm, where both are held: `final` is the one behind it then."""
+
+FINAL_STATES = ("post_norm", "pre_norm", "both")
+"""What is held of the final state: behind the model's last norm, in front of it, or both."""
 
 AUTO, ALL, NATIVE = "auto", "all", "native:"
 """Words for --layers: EAGLE-3's choice, every layer that can be captured, and ids in the engine's own meaning."""
@@ -91,9 +97,10 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
         raise UsageError(f"--layers {text!r} is not a list of numbers", "use auto, or ids like 2,16,29") from None
 
 
-def state_names(layers: Sequence[int]) -> tuple[str, ...]:
-    """Name the states of one sample in storage order: the auxiliary layers ascending, then the final state."""
-    return (*(f"layer{layer}" for layer in layers), FINAL)
+def state_names(layers: Sequence[int], final_state: str) -> tuple[str, ...]:
+    """Name the states of one sample in storage order: the auxiliary layers ascending, then the final state or both."""
+    finals = (FINAL, FINAL_PRE_NORM) if final_state == "both" else (FINAL,)
+    return (*(f"layer{layer}" for layer in layers), *finals)
 
 
 def resolve_layers(text: str, num_layers: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateShape:
-    """What one token leaves behind: L auxiliary states and the final one."""
+    """What one token leaves behind: L auxiliary states and the final one, or both final ones."""
 
     layers: tuple[int, ...]
     """[L] ascending ids in hsdump's meaning (`hsdump.layers`)."""
@@ -26,12 +26,12 @@ class StateShape:
     """`bfloat16`, `float16` or `float32`: the model's own, never converted."""
 
     final_state: str
-    """`post_norm` (what the lm_head reads) or `pre_norm`. Same shape, other numbers: never mixed."""
+    """`post_norm` (what the lm_head reads), `pre_norm`, or `both`. Same shape, other numbers: never mixed."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """[L+1] names in storage order, `layer2 ... final`."""
-        return state_names(self.layers)
+        """[L+1] names in storage order, `layer2 ... final`; with both final states [L+2], `final_pre_norm` last."""
+        return state_names(self.layers, self.final_state)
 
     @property
     def row_bytes(self) -> int:
@@ -89,6 +89,13 @@ class EngineInfo:
 
     rings: int = 0
     """Rings that one server has: its capturing processes, when `hand_over` is `ring`."""
+
+    engine_layers: tuple[int, ...] = ()
+    """The same layers in the engine's own meaning, as its setter took them on the loaded model; empty where it has no
+    way to say them. They belong into the config of a drafter for this engine."""
+
+    no_decode: str = "this engine does not generate"
+    """Why rows of decode steps cannot be captured; empty where they can."""
 
     notes: tuple[str, ...] = ()
     """Facts that a reader should know, such as an SGLang release that hsdump has not seen before."""

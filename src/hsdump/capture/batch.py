@@ -26,6 +26,9 @@ class Segment:
 
     num_rows: int
 
+    decode: bool = False
+    """Computed by a decode step, not by prefill."""
+
 
 def segments_of(rids: Sequence[str], prefix_lens: Sequence[int], extend_lens: Sequence[int]) -> list[Segment]:
     """Find hsdump's rows in a batch; rows of other requests are skipped over."""
@@ -36,6 +39,35 @@ def segments_of(rids: Sequence[str], prefix_lens: Sequence[int], extend_lens: Se
             segments.append(Segment(rid, row, prefix_len, extend_len))
         row += extend_len
     return segments
+
+
+def decode_segments(rids: Sequence[str], seq_lens: Sequence[int]) -> list[Segment]:
+    """Find hsdump's rows in a decode batch, one row a request.
+
+    Args:
+        seq_lens: tokens of each request, the one that this step feeds included.
+
+    Returns:
+        Rows that are wanted. Overlapped scheduling runs one step too many; that row is left out.
+    """
+    segments = []
+    for row, (text, seq_len) in enumerate(zip(rids, seq_lens, strict=True)):
+        rid = Rid.parse(text) if text.startswith("hsdump-") else None
+        if rid is not None and rid.prompt_tokens is not None and rid.prompt_tokens < seq_len <= rid.num_tokens:
+            segments.append(Segment(rid, row, seq_len - 1, 1, decode=True))
+    return segments
+
+
+def split_late(segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
+    """Part prefill segments into sound ones and those whose generated tokens are computed again by prefill, after a
+    retraction: such rows are not what a decode step gives.
+    """
+    late = [
+        segment
+        for segment in segments
+        if segment.rid.prompt_tokens is not None and segment.position + segment.num_rows > segment.rid.prompt_tokens
+    ]
+    return [segment for segment in segments if segment not in late], late
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,12 @@ import typer
 from hsdump.errors import UsageError
 from hsdump.launch.command import ServeOptions, build_command, check_environment
 from hsdump.launch.supervise import run_server
-from hsdump.layers import parse_layers
+from hsdump.layers import parse_native, resolve_layers
 from hsdump.spool.names import new_spool_dir
 from hsdump.spool.sweep import sweep_dead_spools
+
+MANY_LAYERS = 1 << 20
+"""The model's depth is not known yet; its server checks again."""
 
 EPILOG = "Example:  hsdump serve --layers auto -- --model-path /models/Kimi-K2.5 --tp 8 --port 30000"
 
@@ -24,7 +27,9 @@ def add_to(app: typer.Typer) -> None:
 def serve(
     sglang_args: list[str] = typer.Argument(None, metavar="-- SGLANG_ARGS...", help="Your own SGLang arguments."),
     layers: str = typer.Option(
-        "auto", help="Auxiliary layers as indices into transformers' output_hidden_states, or auto (EAGLE-3's)."
+        "auto",
+        help="Auxiliary layers as indices into transformers' output_hidden_states, auto (EAGLE-3's), all, or "
+        "native:i,j,k (ids in the engine's own meaning).",
     ),
     spool: Path = typer.Option(None, help="Hand-over folder in shared memory.  [default: a fresh /dev/shm/hsdump-*]"),
     spool_bytes: int = typer.Option(8 << 30, min=1 << 20, help="The server refuses captures beyond this many bytes."),
@@ -33,7 +38,8 @@ def serve(
     print_: bool = typer.Option(False, "--print", help="Print the command and environment instead of starting it."),
 ) -> None:
     """Start SGLang with capture on; everything after -- is passed on as it is."""
-    parse_layers(layers)
+    if parse_native(layers) is None:
+        resolve_layers(layers, MANY_LAYERS)
     if hand_over not in ("auto", "files", "ring"):
         raise UsageError(f"--hand-over {hand_over} is not known", "use auto, files or ring")
     options = ServeOptions(

@@ -159,8 +159,8 @@ def _read_offer(root: Path, path: Path) -> Offer | None:
         info = None
         if "info" in raw:
             shape = StateShape(**{**raw["info"]["shape"], "layers": tuple(raw["info"]["shape"]["layers"])})
-            notes = tuple(raw["info"]["notes"])
-            info = EngineInfo(**{**raw["info"], "shape": shape, "notes": notes, "spool_dir": str(root)})
+            lists = {name: tuple(raw["info"].get(name, ())) for name in ("notes", "engine_layers")}
+            info = EngineInfo(**{**raw["info"], **lists, "shape": shape, "spool_dir": str(root)})
         ring = raw.get("ring")
         if ring is not None and not re.fullmatch(r"ring-\d+", ring):
             return None

@@ -28,7 +28,7 @@ CACHED_WAIT_S = 2.0
 """The same when the response says that tokens came from the prefix cache, whose rows may never come."""
 
 TRANSIENT = frozenset(
-    {"connection-lost", "spool-full", "shared-memory-full", "spool-error", "rows-missing", "spool-gone"}
+    {"connection-lost", "spool-full", "shared-memory-full", "spool-error", "rows-missing", "spool-gone", "retracted"}
 )
 """Failure notes after which another try may succeed."""
 

@@ -23,6 +23,8 @@ class RunnerFacts:
     dp_size: int
     host: str
     port: int
+    no_decode: str = "this tap sees prefill only"
+    """Why decode steps cannot be captured; empty where they can."""
 
 
 def read_facts(runner: Any) -> RunnerFacts:
@@ -47,6 +49,19 @@ def read_facts(runner: Any) -> RunnerFacts:
         dp_size=int(getattr(args, "dp_size", 1)),
         host=str(args.host),
         port=int(args.port),
+        no_decode=decode_obstacle(args, str(runner.device)),
+    )
+
+
+def decode_obstacle(args: Any, device: str) -> str:
+    """Say what hides decode steps from the tap, or give an empty text."""
+    backend = getattr(getattr(getattr(args, "cuda_graph_config", None), "decode", None), "backend", None)
+    disabled = getattr(args, "disable_cuda_graph", False) or str(getattr(backend, "value", backend)) == "disabled"
+    if device == "cpu" or disabled:
+        return ""
+    return (
+        "decode steps run inside a CUDA graph, where no Python sees their rows; for this measurement start the server "
+        "with --disable-cuda-graph (newer spelling: --cuda-graph-backend-decode=disabled)"
     )
 
 

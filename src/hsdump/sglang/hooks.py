@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hsdump._version import __version__
-from hsdump.layers import check_layers, eagle3_layers, parse_layers
+from hsdump.layers import AUTO, check_layers, parse_native, resolve_layers
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.spool.names import ENV_LAYERS, PREFIX
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:  # it imports torch, which a server without capture must not n
     from hsdump.sglang.facts import RunnerFacts
 
 logger = logging.getLogger(__name__)
+
+DECODE_STALE_S = 60.0
+"""A generating request without a step for so long is not waited for at other people's decode batches."""
 
 _attached: list[str] = []
 """How this process was attached to, once it was. A second way would take every row twice."""
@@ -43,8 +47,7 @@ def wanted_layers(num_layers: int) -> tuple[int, ...]:
     Raises:
         UsageError: ids that this model does not have.
     """
-    wanted = parse_layers(os.environ.get(ENV_LAYERS, "auto"))
-    return eagle3_layers(num_layers) if wanted is None else check_layers(wanted, num_layers)
+    return resolve_layers(os.environ.get(ENV_LAYERS, AUTO), num_layers)
 
 
 class ServerCapture:
@@ -60,6 +63,8 @@ class ServerCapture:
         self._switch: Any = None
         self._dynamic = False
         self._segments: list[Any] = []
+        self._decoding: dict[Any, float] = {}
+        """Requests whose decode steps are wanted, and when they last had rows."""
 
     def after_load_model(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         """Switch the model's capture on and announce it, or announce why not."""
@@ -85,6 +90,8 @@ class ServerCapture:
         try:
             return original(runner, batch, *args, **kwargs)
         finally:
+            if self._segments and segments[0].decode and self._tap is not None:
+                self._refuse_unseen(segments)
             self._end()
 
     def around_logits(  # noqa: PLR0913, PLR0917 - SGLang's own signature
@@ -122,8 +129,9 @@ class ServerCapture:
         if reason:
             raise CannotSwitch(f"capture cannot be combined with {reason}")
         facts = read_facts(runner)
-        layers = wanted_layers(facts.num_layers)
-        switch = AuxSwitch(runner.model, layers)
+        native = parse_native(os.environ.get(ENV_LAYERS, AUTO))
+        switch = AuxSwitch(runner.model, wanted_layers(facts.num_layers) if native is None else (), native)
+        layers = check_layers(switch.layers, facts.num_layers)
         # A CUDA graph bakes the choice in, so only an eager model can be left alone between our batches.
         self._dynamic = facts.device == "cpu"
         if self._dynamic:
@@ -159,6 +167,8 @@ class ServerCapture:
             spool_max_bytes=settings.spool_bytes,
             hand_over=settings.hand_over,
             rings=facts.dp_size * settings.copying_ranks if settings.hand_over == "ring" else 0,
+            engine_layers=getattr(self._switch, "engine_layers", ()),
+            no_decode=facts.no_decode,
             notes=self.notes,
         )
         announcement.offer(info, host=facts.host, port=facts.port, ring=ring)
@@ -172,22 +182,56 @@ class ServerCapture:
         return self._announcement
 
     def _begin(self, batch: Any) -> list[Any]:
-        """Find our rows in a prefill batch; one look at its ids for every other batch."""
+        """Find our rows in a batch; one look at its ids for every other prefill batch, and none at decode batches
+        while nobody captures those.
+        """
         self._segments = []
         try:
-            if batch.rids is None or not batch.forward_mode.is_extend():
+            if batch.rids is None:
                 return []
-            if not any(rid.startswith(PREFIX) for rid in batch.rids):
-                return []
-            from hsdump.capture.batch import segments_of
-
-            self._segments = segments_of(batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)
+            if batch.forward_mode.is_extend():
+                self._segments = self._begin_prefill(batch)
+            elif self._decoding and batch.forward_mode.is_decode():
+                self._segments = self._begin_decode(batch)
             if self._segments and self._dynamic:
                 self._switch.on()
         except Exception:  # a process border, as above
             logger.exception("hsdump could not read a batch; its requests are not captured")
             self._end()
         return self._segments
+
+    def _begin_prefill(self, batch: Any) -> list[Any]:
+        if not any(rid.startswith(PREFIX) for rid in batch.rids):
+            return []
+        from hsdump.capture.batch import segments_of, split_late
+
+        found = segments_of(batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)
+        segments, late = split_late(found)
+        if late and self._tap is not None:
+            self._tap.refuse(late, "retracted", "the server computed generated tokens again by prefill, under pressure")
+        for segment in segments:
+            if segment.rid.prompt_tokens is not None:
+                self._decoding[segment.rid] = time.monotonic()
+        return segments
+
+    def _begin_decode(self, batch: Any) -> list[Any]:
+        from hsdump.capture.batch import decode_segments
+
+        now_s = time.monotonic()
+        segments = decode_segments(batch.rids, batch.seq_lens.tolist())
+        for segment in segments:
+            self._decoding[segment.rid] = now_s
+            if segment.position + 1 == segment.rid.num_tokens:
+                del self._decoding[segment.rid]
+        if not segments:  # aborted requests must not keep us looking at other people's batches
+            self._decoding = {rid: seen for rid, seen in self._decoding.items() if now_s - seen < DECODE_STALE_S}
+        return segments
+
+    def _refuse_unseen(self, segments: list[Any]) -> None:
+        """The step ran, but its logits processor was not called from Python."""
+        detail = "a CUDA graph hides decode steps from Python; start the server with --disable-cuda-graph"
+        with contextlib.suppress(Exception):  # a process border, as above
+            self._tap.refuse(segments, "decode-hidden", detail)
 
     def _end(self) -> None:
         self._segments = []

@@ -23,17 +23,18 @@ class CannotSwitch(Exception):
 class AuxSwitch:
     """The auxiliary capture of one loaded model."""
 
-    def __init__(self, model: Any, layers: Sequence[int]) -> None:
+    def __init__(self, model: Any, layers: Sequence[int], native: Sequence[int] | None = None) -> None:
         """Find the capture points and set the layers.
 
         Args:
             model: SGLang's outer model (`ModelRunner.model`).
             layers: hsdump's ids, ascending.
+            native: ids in the meaning of the model's own setter, to be used in place of `layers`: what they come to is
+                read back.
 
         Raises:
             CannotSwitch: no or several capture points, another user of them, or ids that did not arrive as asked.
         """
-        self._layers = list(layers)
         self._list_owner = _only(model, "layers_to_capture")
         self._flag_owner = _only(model, "capture_aux_hidden_states")
         if self._flag_owner.capture_aux_hidden_states or list(self._list_owner.layers_to_capture or []):
@@ -41,16 +42,25 @@ class AuxSwitch:
                 "the model's auxiliary hidden states are already in use "
                 f"(layers_to_capture {list(self._list_owner.layers_to_capture)}), perhaps by speculative decoding"
             )
-        self._apply_setter(model)
-        self._marked = [module for module in model.modules() if vars(module).get(_MARK)]
-        if self._marked and list(self._list_owner.layers_to_capture) != self._layers:
-            found = list(self._list_owner.layers_to_capture)
-            self._forget_marks()
-            raise CannotSwitch(f"asked for layers {self._layers}, the model's own setter marked {found}")
+        self._marked: list[Any] = []
+        if native is None:
+            self._layers = list(layers)
+            self.engine_layers = self._find_own_ids(model)
+        else:
+            self._layers = self._apply_setter(model, native)
+            self.engine_layers = tuple(native)
+            if sorted(set(self._layers)) != self._layers or self._layers[0] < 1:
+                self.off()
+                raise CannotSwitch(f"the model's own ids {list(native)} come to layers {self._layers}")
         self.on()
         arrived = list(self._list_owner.layers_to_capture)
         if arrived != self._layers:
             raise CannotSwitch(f"asked for layers {self._layers}, the model took {arrived}")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that are captured, in hsdump's meaning."""
+        return tuple(self._layers)
 
     def on(self) -> None:
         """Compute the auxiliary states from the next pass on."""
@@ -69,12 +79,30 @@ class AuxSwitch:
         for module in self._marked:
             setattr(module, _MARK, False)
 
-    def _apply_setter(self, model: Any) -> None:
-        """Let the model's own setter prepare whatever it keeps beside the list; `on` then sets the list itself."""
+    def _find_own_ids(self, model: Any) -> tuple[int, ...]:
+        """Try how the model's own setter takes ids, and let it prepare whatever it keeps beside the list.
+
+        Returns:
+            The ids that made it choose our layers; empty when none did, and the list alone says it.
+        """
+        candidates = [tuple(layer - 1 for layer in self._layers), tuple(self._layers)]
+        for ids in candidates:
+            found = self._apply_setter(model, ids)
+            if found == self._layers:
+                return ids
+            if self._marked:
+                self._forget_marks()
+                raise CannotSwitch(f"asked for layers {self._layers}, the model's own setter marked {found}")
+        return ()
+
+    def _apply_setter(self, model: Any, ids: Sequence[int]) -> list[int]:
+        """Call the model's own setter, and read back which layers it chose."""
         setter = getattr(model, "set_eagle3_layers_to_capture", None)
         if setter is None:
             raise CannotSwitch(f"{type(model).__name__} has no set_eagle3_layers_to_capture")
-        setter([layer - 1 for layer in self._layers])
+        setter(list(ids))
+        self._marked = [module for module in model.modules() if vars(module).get(_MARK)]
+        return list(self._list_owner.layers_to_capture)
 
 
 def _only(model: Any, attribute: str) -> Any:
