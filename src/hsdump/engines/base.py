@@ -5,9 +5,9 @@ Letters: S = tokens of one sample, H = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,12 @@ class CaptureRequest:
     attempt: int
     """0 for the first try; a late result of an earlier attempt never counts."""
 
+    new_tokens: int = 0
+    """Let the server generate so many tokens, greedily, and capture the rows of its decode steps too."""
+
+    logprobs: bool = False
+    """Ask for the server's own log-probabilities of the tokens as well."""
+
 
 def _nothing() -> None:
     return None
@@ -39,13 +45,17 @@ class CapturedSample:
     """The target's states for one request, row t of every array being token t."""
 
     token_ids: NDArray[np.int64]
-    """[S] as the model saw them, read back from the engine: must equal the request's."""
+    """[S] as the model saw them, read back from the engine: must equal the request's. Of a request that generates, the
+    generated tokens follow, without the last one, which is never fed to the model and so has no row."""
 
     states: tuple[StateArray, ...]
     """L+1 arrays [S, H] in the order of `StateShape.names`. May be views of shared memory until `release`."""
 
     release: Callable[[], None] = field(default=_nothing)
     """Give the engine's memory back. Call once, when the bytes are safe elsewhere."""
+
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """What the server said about the request: SGLang's `meta_info`, log-probabilities included."""
 
 
 class CaptureFailed(Exception):

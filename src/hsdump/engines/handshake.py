@@ -208,15 +208,17 @@ def _say_hello(url: str, run: str, ends: dict[Path, HandOver], headers: dict[str
     )
 
 
-def generate_body(rid: Rid, input_ids: list[int]) -> dict[str, Any]:
-    """Build the body of a capture request: prefill only, and a cache namespace of its own.
+def generate_body(rid: Rid, input_ids: list[int], *, new_tokens: int = 0, logprobs: bool = False) -> dict[str, Any]:
+    """Build the body of a capture request: prefill only unless told otherwise, and a cache namespace of its own.
 
     Without the `extra_key`, tokens that an earlier request left in the prefix cache would not be computed again, and
     their rows would not exist.
     """
-    return {
-        "rid": str(rid),
-        "extra_key": str(rid),
-        "input_ids": input_ids,
-        "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
-    }
+    sampling = {"max_new_tokens": new_tokens, "temperature": 0.0}
+    body = {"rid": str(rid), "extra_key": str(rid), "input_ids": input_ids, "sampling_params": sampling}
+    if new_tokens:
+        sampling["ignore_eos"] = True  # the entry's size must be known when the first row comes
+    if logprobs:
+        sampling["max_new_tokens"] = max(new_tokens, 1)  # its log-probability is that of the last row
+        body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    return body

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest
 from hsdump.engines.handover import HandOver
@@ -90,20 +91,20 @@ class SglangEngine:
         """
         if self._lost:
             await self._reconnect()
-        rid = Rid(self.run, request.key, request.attempt, len(request.input_ids))
+        rid = _rid(self.run, request)
         hand_over = self._hand_over
         assert hand_over is not None
         hand_over.expect(rid)
         try:
-            cached_tokens = await self._send(rid, request)
-            rows = await self._wait_for_rows(hand_over, rid, cached_tokens)
+            meta = await self._send(rid, request)
+            rows = await self._wait_for_rows(hand_over, rid, int(meta.get("cached_tokens") or 0))
         except BaseException:
             # The server may still publish it; a late entry must not fill the spool.
             self._abandoned.add(rid)
             self._forget_abandoned()
             raise
         self._forget_abandoned()
-        return self._as_sample(rows, request)
+        return self._as_sample(rows, request, meta)
 
     async def close(self) -> None:
         """Close connections (the server aborts what was running) and take this run's leftovers away."""
@@ -114,10 +115,12 @@ class SglangEngine:
             # A killed client's last requests may have been finished after the sweep at the start.
             await asyncio.to_thread(sweep_dead_clients, Path(self._info.spool_dir))
 
-    async def _send(self, rid: Rid, request: CaptureRequest) -> int:
-        """Send a request and wait for its response; give the number of tokens that came from the prefix cache."""
+    async def _send(self, rid: Rid, request: CaptureRequest) -> dict[str, Any]:
+        """Send a request and wait for its response; give what the server says about it, its new tokens included."""
+        ids = request.input_ids.tolist()
+        body = generate_body(rid, ids, new_tokens=request.new_tokens, logprobs=request.logprobs)
         try:
-            response = await self._http.post("/generate", json=generate_body(rid, request.input_ids.tolist()))
+            response = await self._http.post("/generate", json=body)
         except httpx.TimeoutException as error:
             raise CaptureFailed("timeout", f"no answer ({type(error).__name__})", transient=True) from error
         except httpx.TransportError as error:
@@ -132,9 +135,10 @@ class SglangEngine:
             )
         return self._check_meta(response, len(request.input_ids))
 
-    def _check_meta(self, response: httpx.Response, num_tokens: int) -> int:
+    def _check_meta(self, response: httpx.Response, num_tokens: int) -> dict[str, Any]:
         try:
-            meta: dict[str, Any] = response.json()["meta_info"]
+            answer = response.json()
+            meta: dict[str, Any] = answer["meta_info"]
         except (ValueError, KeyError, TypeError) as error:
             raise CaptureFailed("bad-response", f"no meta_info: {response.text[:200]}", transient=True) from error
         reason = meta.get("finish_reason") or {}
@@ -146,7 +150,7 @@ class SglangEngine:
                 f"the server took {meta['prompt_tokens']} of {num_tokens} tokens (--allow-auto-truncate?)",
                 transient=False,
             )
-        return int(meta.get("cached_tokens") or 0)
+        return {**meta, "output_ids": answer.get("output_ids") or []}
 
     async def _wait_for_rows(self, hand_over: HandOver, rid: Rid, cached_tokens: int) -> Rows:
         """Wait for the outcome. Tokens from the cache are fine when they are the request's own, after a retraction."""
@@ -176,7 +180,7 @@ class SglangEngine:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
 
-    def _as_sample(self, rows: Rows, request: CaptureRequest) -> CapturedSample:
+    def _as_sample(self, rows: Rows, request: CaptureRequest, meta: dict[str, Any]) -> CapturedSample:
         """Hand the rows out, after the tokens that the model saw were found to be the ones that were sent."""
         assert self._info is not None
         shape = self._info.shape
@@ -188,12 +192,13 @@ class SglangEngine:
             release()
             self._lost = True
             raise CaptureFailed("other-shape", f"states of {found} were handed over", transient=True)
-        if not np.array_equal(token_ids, request.input_ids):
-            row = int(np.argmax(token_ids != request.input_ids))
-            found_ids = f"row {row} is token {token_ids[row]}, sent was {request.input_ids[row]}"
+        expected = _expected_ids(request, meta)
+        if not np.array_equal(token_ids, expected):
+            row = int(np.argmax(token_ids != expected)) if len(token_ids) == len(expected) else 0
+            found_ids = f"row {row} is token {token_ids[row]}, expected was {expected[row]}"
             release()
             raise CaptureFailed("wrong-tokens", found_ids, transient=True)
-        return CapturedSample(token_ids=token_ids, states=states, release=release)
+        return CapturedSample(token_ids=token_ids, states=states, release=release, meta=meta)
 
     async def _reconnect(self) -> None:
         """Wait for a server that went away, and make sure that it is the same one in every fact that matters."""
@@ -251,6 +256,21 @@ class SglangEngine:
 
 _IDENTITY = ("engine_version", "model_path", "model_class", "num_layers", "vocab_size", "shape")
 """Facts that may not change under a run."""
+
+
+def _rid(run: str, request: CaptureRequest) -> Rid:
+    num_tokens = len(request.input_ids)
+    if not request.new_tokens:
+        return Rid(run, request.key, request.attempt, num_tokens)
+    return Rid(run, request.key, request.attempt, num_tokens + request.new_tokens - 1, num_tokens)
+
+
+def _expected_ids(request: CaptureRequest, meta: dict[str, Any]) -> NDArray[np.int64]:
+    """Give the tokens that the rows must be of: those sent, then those generated but for the last."""
+    if not request.new_tokens:
+        return request.input_ids
+    new = np.asarray(meta["output_ids"][: request.new_tokens - 1], dtype=np.int64)
+    return np.concatenate([request.input_ids, new])
 
 
 def _message(response: httpx.Response) -> str:
