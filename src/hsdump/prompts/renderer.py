@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hsdump.arrays import xxh3
 from hsdump.errors import InputError, UsageError
-from hsdump.prompts.conversation import Conversation, Message, TextRow, TokenRow
+from hsdump.prompts.conversation import THINK_CLOSE, THINK_OPEN, Conversation, Message, TextRow, TokenRow
 from hsdump.prompts.masks import Layout, MaskFinder, TurnSpan
 from hsdump.prompts.options import PromptOptions, RowRefused, Skip, printable
 from hsdump.prompts.preformatted import ChatText
@@ -37,6 +37,17 @@ class Outcome:
     skips: tuple[Skip, ...] = ()
     notes: Counter[str] = field(default_factory=Counter)
     """Things worth a line in the report: `shape:messages`, `mask:sentinel`, `thinking-lost`, `tokens-straddling`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AskedTokens:
+    """A conversation up to where the target is to answer."""
+
+    input_ids: NDArray[np.int64]
+    """[S] with the template's generation prompt at the end."""
+
+    opens_thinking: str
+    """What the generation prompt writes from an open think mark on, such as `<think>\\n`: the answer begins inside."""
 
 
 @dataclass(kw_only=True)
@@ -111,6 +122,31 @@ class Renderer:
     def can_travel(self) -> bool:
         """True when other processes can have a copy; a tokenizer that runs the model's own code cannot be sent."""
         return isinstance(self.tokens, FastTokens)
+
+    def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> AskedTokens:
+        """Render a conversation that the assistant is to go on with, and tokenize it once.
+
+        Raises:
+            RowRefused: the template does not take these messages.
+            InputError: the model has no chat template.
+        """
+        template = self._finder_for(tools).template
+        shown = template_messages(template, messages)
+        text = template.render(shown, tools, generation_prompt=True)
+        before = template.render(shown, tools)
+        opened = text.removeprefix(before).rpartition(THINK_OPEN) if text.startswith(before) else ("", "", "")
+        input_ids, _ = self.tokens.encode(text, add_special_tokens=False)
+        self._check_ids(input_ids)
+        thinking = opened[1] + opened[2] if THINK_CLOSE not in opened[2] else ""
+        return AskedTokens(input_ids=input_ids, opens_thinking=thinking)
+
+    def check_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse text that no tokenizer takes, or that would become control tokens.
+
+        Raises:
+            RowRefused: it does.
+        """
+        self._check_text(Conversation(messages=tuple(messages), tools=tuple(map(dict, tools))))
 
     def sample(self, row: Row) -> list[TokenSample] | Skip:
         """Make the samples of one row; several when thinking makes it be cut."""
@@ -195,12 +231,7 @@ class Renderer:
         The last turn is always among them: no other rendering would show more of it. An earlier turn whose thinking is
         left out here waits for a rendering that ends with it, unless the template shows thinking nowhere.
         """
-        finder = self._tools_finder if tools else self._finder
-        if finder is None:
-            raise InputError(
-                "the model has no chat template, and a row holds messages",
-                "pass --chat-template FILE, or rows that have input_ids already",
-            )
+        finder = self._finder_for(tools)
         template = finder.template
         layout = finder.layout(template_messages(template, messages), tools)
         turns = [turn for turn in layout.turns if turn.message in open_turns]
@@ -212,6 +243,15 @@ class Renderer:
             raise RowRefused("thinking-lost", detail)
         return layout, turns
 
+    def _finder_for(self, tools: Sequence[Mapping[str, Any]]) -> MaskFinder:
+        finder = self._tools_finder if tools else self._finder
+        if finder is None:
+            raise InputError(
+                "the model has no chat template, and a row holds messages",
+                "pass --chat-template FILE, or rows that have input_ids already",
+            )
+        return finder
+
     def _tokens(
         self, source: str, layout: Layout, turns: Sequence[TurnSpan], notes: Counter[str], *, bos: bool = False
     ) -> TokenSample:
@@ -221,14 +261,17 @@ class Renderer:
         loss_mask, straddling = mask_tokens(offsets, turns)
         notes["tokens-straddling"] += straddling
         check_length(len(input_ids), self.options)
+        self._check_ids(input_ids)
+        if not loss_mask.any():
+            raise RowRefused("no-trainable-tokens", "no token of the assistant is left to learn from")
+        return TokenSample.make(source, input_ids, loss_mask)
+
+    def _check_ids(self, input_ids: NDArray[np.int64]) -> None:
         if self.bos_id is not None and list(input_ids[:2]) == [self.bos_id] * 2:
             raise RowRefused("two-bos", f"the text begins with two BOS tokens (id {self.bos_id})")
         if len(input_ids) and int(input_ids.max()) >= self.vocab_size:
             detail = f"token id {int(input_ids.max())} of a vocabulary of {self.vocab_size}"
             raise RowRefused("token-outside-vocabulary", detail)
-        if not loss_mask.any():
-            raise RowRefused("no-trainable-tokens", "no token of the assistant is left to learn from")
-        return TokenSample.make(source, input_ids, loss_mask)
 
     def _thinking_policy(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         policy = self.options.thinking
