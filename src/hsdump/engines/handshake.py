@@ -214,8 +214,8 @@ def generate_body(rid: Rid, input_ids: list[int], *, new_tokens: int = 0, logpro
     Without the `extra_key`, tokens that an earlier request left in the prefix cache would not be computed again, and
     their rows would not exist.
     """
-    sampling = {"max_new_tokens": new_tokens, "temperature": 0.0}
-    body = {"rid": str(rid), "extra_key": str(rid), "input_ids": input_ids, "sampling_params": sampling}
+    sampling: dict[str, Any] = {"max_new_tokens": new_tokens, "temperature": 0.0}
+    body: dict[str, Any] = {"rid": str(rid), "extra_key": str(rid), "input_ids": input_ids, "sampling_params": sampling}
     if new_tokens:
         sampling["ignore_eos"] = True  # the entry's size must be known when the first row comes
     if logprobs:
