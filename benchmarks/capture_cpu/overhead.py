@@ -1,6 +1,6 @@
 """What capture costs on a CPU machine, side by side in one run.
 
-    .venv/bin/python benchmarks/capture_cpu/overhead.py --sglang-python .venv-sglang/bin/python --model MODEL
+    .venv/bin/python -m benchmarks.capture_cpu.overhead --sglang-python .venv-sglang/bin/python --model MODEL
 
 Modes, all on the real SGLang with the same token ids, prefill only, 8 requests in flight:
 
@@ -15,54 +15,48 @@ Modes, all on the real SGLang with the same token ids, prefill only, 8 requests 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
-import random
-import signal
-import socket
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
 from pathlib import Path
-from typing import Any
 
-import httpx
-import numpy as np
-
-from hsdump.engines.base import CaptureRequest
-from hsdump.engines.sglang_http import SglangEngine
-from hsdump.samples import sample_key
+from benchmarks.serving.load import Measured, Samples, captured, make_samples, ordinary
+from benchmarks.serving.servers import Target, server
 
 IN_FLIGHT = 8
-CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-CPU_ARGS = ["--device", "cpu", "--attention-backend", "torch_native", "--host", "127.0.0.1"]
+JSON_FLAGS = [
+    "--enable-return-hidden-states",
+    "--enable-return-aux-hidden-states",
+    *("--speculative-algorithm", "EAGLE3"),
+]
 
 
 def main() -> None:
     args = parse_args()
-    rng = np.random.default_rng(0)
-    samples = [rng.integers(3, args.vocab, args.length).astype(np.int64) for _ in range(args.samples)]
+    samples = make_samples(args.samples, args.length, args.vocab, seed=0)
     few = samples[: args.json_samples]
     rates: dict[str, list[float]] = {"plain": [], "ordinary": [], "shm": [], "json": []}
-    with server(args, []) as url:
+    target = Target(device="cpu", python=args.sglang_python, log_dir=args.log_dir)
+    model, flags = Path(args.model), ["--load-format", "auto", "--chunked-prefill-size", str(args.chunk)]
+    with server(target, "plain", model, flags) as url:
         warm_up(url, samples)
-        rates["plain"] = [asyncio.run(ordinary(url, samples))[0] for _ in range(args.rounds)]
-    with server(args, [], capture=True) as url:
+        rates["plain"] = [plain(url, samples).tokens_per_s for _ in range(args.rounds)]
+    with server(target, "capture", model, flags, serve=[]) as url:
         warm_up(url, samples)
         for _ in range(args.rounds):
-            rates["ordinary"].append(asyncio.run(ordinary(url, samples))[0])
-            rates["shm"].append(asyncio.run(captured(url, samples)))
+            rates["ordinary"].append(plain(url, samples).tokens_per_s)
+            rates["shm"].append(captured(url, samples, at_once=IN_FLIGHT).tokens_per_s)
     json_bytes = 0
-    with server(args, json_flags()) as url:
+    with server(target, "json", model, [*flags, *JSON_FLAGS]) as url:
         warm_up(url, samples)
         for _ in range(args.rounds):
-            rate, json_bytes = asyncio.run(ordinary(url, few, hidden=True))
-            rates["json"].append(rate)
+            measured = plain(url, few, hidden=True)
+            json_bytes = measured.num_bytes
+            rates["json"].append(measured.tokens_per_s)
     write_results(args, rates, json_bytes / sum(map(len, few)))
 
 
@@ -76,112 +70,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--json-samples", type=int, default=8, help="samples of the JSON mode, which is slow")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chunk", type=int, default=8192, help="--chunked-prefill-size of all servers")
+    parser.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()), help="for the servers' output")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     return parser.parse_args()
 
 
-def json_flags() -> list[str]:
-    return [
-        "--enable-return-hidden-states",
-        "--enable-return-aux-hidden-states",
-        "--speculative-algorithm",
-        "EAGLE3",
-    ]
+def plain(url: str, samples: Samples, *, hidden: bool = False) -> Measured:
+    return ordinary(url, samples, at_once=IN_FLIGHT, hidden=hidden)
 
 
-@contextmanager
-def server(args: argparse.Namespace, flags: list[str], *, capture: bool = False) -> Iterator[str]:
-    """Start the real SGLang and stop it by its own process group."""
-    with socket.socket() as probe:
-        port = random.randrange(20000, 30000)  # SGLang derives others from it: port + 10,000 must be one
-        probe.bind(("127.0.0.1", port))
-    options = [*CPU_ARGS, "--model-path", args.model, "--port", str(port), "--chunked-prefill-size", str(args.chunk)]
-    options += ["--mem-fraction-static", "0.1", "--max-total-tokens", "40000", *flags]
-    command = [args.sglang_python, "-m", "sglang.launch_server", *options]
-    if capture:
-        command = [sys.executable, "-m", "hsdump.cli.main", "serve", "--python", args.sglang_python, "--", *options]
-    url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **CPU_ENV},
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        wait_until_up(url, process)
-        yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_until_up(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    raise SystemExit(f"the server did not come up ({process.args})")
-
-
-def warm_up(url: str, samples: list[np.ndarray]) -> None:
-    asyncio.run(ordinary(url, samples[:IN_FLIGHT]))
-
-
-async def ordinary(url: str, samples: list[np.ndarray], *, hidden: bool = False) -> tuple[float, int]:
-    """Send prefill-only requests that are not hsdump's; give tokens per second and the bytes of the responses.
-
-    SGLang puts hidden states only into responses that generate, so the JSON mode asks for one token.
-    """
-    slots = asyncio.Semaphore(IN_FLIGHT)
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-
-        async def one(ids: np.ndarray) -> int:
-            body: dict[str, Any] = {
-                "input_ids": ids.tolist(),
-                "extra_key": os.urandom(8).hex(),
-                "sampling_params": {"max_new_tokens": int(hidden), "temperature": 0.0},
-            }
-            if hidden:
-                body["return_hidden_states"] = True
-            async with slots:
-                response = await client.post("/generate", json=body)
-            response.raise_for_status()
-            return len(response.content)
-
-        start = time.perf_counter()
-        num_bytes = sum(await asyncio.gather(*map(one, samples)))
-        return sum(map(len, samples)) / (time.perf_counter() - start), num_bytes
-
-
-async def captured(url: str, samples: list[np.ndarray]) -> float:
-    """Send the same samples as capture requests and take every entry out of shared memory; give tokens per second.
-
-    The handshake, once in a run of hours, is not in the time.
-    """
-    engine, slots = SglangEngine(url), asyncio.Semaphore(IN_FLIGHT)
-    engine.handshake()
-
-    async def one(ids: np.ndarray) -> None:
-        key = sample_key(ids, np.ones(len(ids), dtype=np.uint8))
-        async with slots:
-            sample = await engine.capture(CaptureRequest(key=key, input_ids=ids, attempt=0))
-        sample.release()
-
-    try:
-        start = time.perf_counter()
-        await asyncio.gather(*map(one, samples))
-        return sum(map(len, samples)) / (time.perf_counter() - start)
-    finally:
-        await engine.close()
+def warm_up(url: str, samples: Samples) -> None:
+    plain(url, samples[:IN_FLIGHT])
 
 
 def write_results(args: argparse.Namespace, rates: dict[str, list[float]], json_bytes_per_token: float) -> None:
@@ -192,7 +91,7 @@ def write_results(args: argparse.Namespace, rates: dict[str, list[float]], json_
     result = {
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
         "versions": {"sglang": sglang_version(args.sglang_python), "hsdump": hsdump_version()},
-        "command": f"benchmarks/capture_cpu/overhead.py --length {args.length} --samples {args.samples} "
+        "command": f"python -m benchmarks.capture_cpu.overhead --length {args.length} --samples {args.samples} "
         f"--rounds {args.rounds} --chunk {args.chunk}",
         "model": {key: config[key] for key in ("architectures", "hidden_size", "num_hidden_layers")},
         "rows": [

@@ -1,7 +1,7 @@
 """Capture at the speed of the GPU, from no capture at all to committed samples, side by side in one run.
 
-    python benchmarks/gpu/capture.py --device cuda --shapes l8b,kimi --out OUT      (one H200, about 8 minutes a shape)
-    python benchmarks/gpu/capture.py --device cpu --shapes tiny --out OUT           (the same steps, tiny, anywhere)
+    python -m benchmarks.gpu.capture --device cuda --shapes l8b,kimi --out OUT      (one H200, about 8 minutes a shape)
+    python -m benchmarks.gpu.capture --device cpu --shapes tiny --out OUT           (the same steps, tiny, anywhere)
 
 Modes of a shape, each with the same random token ids for each length:
 
@@ -29,28 +29,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from load import captured, decode_gaps, make_samples, ordinary, read_naive, write_rows
-from servers import Target, server
-from shapes import SHAPES, Shape
+from benchmarks.gpu.shapes import SHAPES, Shape
+from benchmarks.serving.load import captured, decode_gaps, make_samples, ordinary, read_naive, write_rows
+from benchmarks.serving.servers import Target, server
 
 from hsdump.arrays import to_float32
 from hsdump.samples import sample_key
 from hsdump.spool.ring import read_counters
+
+NAIVE_PATCH = Path(__file__).parent / "naive_patch"
+"""The story's own patch as a plugin; it fires on ids that begin with `naive-` only."""
 
 
 def main() -> None:
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
-    target = Target(device=args.device, python=args.sglang_python, pythonpath=args.pythonpath, log_dir=args.out)
+    target = Target(
+        device=args.device,
+        python=args.sglang_python,
+        pythonpath=os.pathsep.join((str(NAIVE_PATCH), args.pythonpath)),
+        log_dir=args.out,
+    )
     results: dict[str, Any] = {"machine": machine(args.device), "versions": versions(args.sglang_python), "rows": []}
     words = [
         "OUT" if before in ("--out", "--work") else word for before, word in zip(sys.argv, sys.argv[1:], strict=False)
     ]
-    results["command"] = "benchmarks/gpu/capture.py " + " ".join(words)
+    results["command"] = "python -m benchmarks.gpu.capture " + " ".join(words)
     for name in args.shapes.split(","):
         bench = Bench(args, target, SHAPES[name], results)
         for stage in (getattr(bench, stage) for stage in args.stages.split(",")):
@@ -74,7 +79,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("/tmp/hsdump-bench"))
     parser.add_argument("--sglang-python", default=sys.executable)
     parser.add_argument("--pythonpath", default=os.environ.get("PYTHONPATH", ""))
-    parser.add_argument("--spool-bytes", type=int, default=4 << 30)
+    parser.add_argument("--spool-bytes", type=int, default=1 << 30, help="the ring; 8 GiB for a full-speed GPU run")
     parser.add_argument("--lengths", default="")
     parser.add_argument("--codecs", default="raw,blosc2", help="of the committed stores")
     parser.add_argument("--no-decode", action="store_true", help="leave the ordinary decode traffic out")

@@ -1,6 +1,6 @@
 """Right bytes on the GPU: a tiny model's captured states against transformers, with copies made late on purpose.
 
-    python benchmarks/gpu/check.py --device cuda --model TINY_MODEL --out OUT
+    python -m benchmarks.gpu.check --device cuda --model TINY_MODEL --out OUT
 
 The side stream sleeps before every copy (HSDUMP_TEST_DELAY_CYCLES), so that the next forward pass has long overwritten
 the buffers of a CUDA graph when the copy runs: wrong synchronization shows as garbage (relative error 0.5 and more).
@@ -16,11 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from load import captured
-from servers import Target, server
+from benchmarks.serving.load import captured
+from benchmarks.serving.servers import Target, server
 
 from hsdump.arrays import to_float32
 from hsdump.layers import eagle3_layers

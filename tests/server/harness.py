@@ -21,16 +21,17 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).parents[2]
-SGLANG_PYTHON = Path(os.environ.get("HSDUMP_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
+SGLANG_PYTHON = Path(os.environ.get("HSDUMP_SGLANG_PYTHON") or ROOT / ".venv-sglang/bin/python")
 CACHE = ROOT / ".cache"
 START_LIMIT_S = 240.0
 STOP_LIMIT_S = 30.0
 PR_SET_PDEATHSIG = 1
 
 _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONDONTWRITEBYTECODE": ""}
+# --max-total-tokens bounds the memory; the fraction is only as large as to leave room for what else the machine does.
 _CPU_ARGS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--attention-backend", "torch_native"),
-    *("--mem-fraction-static", "0.1", "--max-total-tokens", "20000"),
+    *("--mem-fraction-static", "0.5", "--max-total-tokens", "20000"),
     "--sleep-on-idle",  # an idle scheduler spins otherwise, and two cores are few
 )
 _MODELS = ("llama", "qwen3", "deepseek_v2")

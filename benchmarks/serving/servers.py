@@ -14,7 +14,6 @@ from pathlib import Path
 
 import httpx
 
-HERE = Path(__file__).parent
 GPU_ARGS = (
     "--skip-tokenizer-init --attention-backend triton --sampling-backend pytorch --grammar-backend none "
     "--disable-flashinfer-autotune --mm-feature-transport cpu --skip-server-warmup --load-format dummy "
@@ -22,7 +21,7 @@ GPU_ARGS = (
 )
 CPU_ARGS = (
     "--skip-tokenizer-init --device cpu --attention-backend torch_native --skip-server-warmup --load-format dummy "
-    "--disable-radix-cache --mem-fraction-static 0.1 --max-total-tokens 40000 --host 127.0.0.1"
+    "--disable-radix-cache --mem-fraction-static 0.5 --max-total-tokens 40000 --host 127.0.0.1"
 )
 
 
@@ -33,6 +32,8 @@ class Target:
     device: str
     python: str = sys.executable
     pythonpath: str = ""
+    """With folders of test plugins before it, where a mode needs one."""
+
     log_dir: Path = Path("/tmp")
     started: list[str] = field(default_factory=list)
 
@@ -41,8 +42,7 @@ class Target:
         return (GPU_ARGS if self.device == "cuda" else CPU_ARGS).split()
 
     def env(self, extra: dict[str, str]) -> dict[str, str]:
-        path = [str(HERE / "naive_patch"), self.pythonpath]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in path if p)}
+        env = {**os.environ, "PYTHONPATH": self.pythonpath}
         if self.device == "cpu":
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
         return {**env, **extra}

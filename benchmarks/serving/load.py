@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import torch
 
 from hsdump.engines.base import CaptureRequest
 from hsdump.engines.sglang_http import SglangEngine
@@ -46,20 +45,21 @@ def in_flight(length: int) -> int:
     return max(8, 40960 // length)
 
 
-def ordinary(url: str, samples: Samples, *, rid: str = "", hidden: bool = False) -> Measured:
+def ordinary(url: str, samples: Samples, *, rid: str = "", hidden: bool = False, at_once: int = 0) -> Measured:
     """Send plain prefill requests; `rid` names them (the naive patch fires on `naive-`).
 
     SGLang puts hidden states only into responses that generate, so only the JSON mode asks for a token.
     """
 
     async def run() -> Measured:
-        slots = asyncio.Semaphore(in_flight(len(samples[0])))
+        slots = asyncio.Semaphore(at_once or in_flight(len(samples[0])))
         async with httpx.AsyncClient(base_url=url, timeout=600, limits=LIMITS) as client:
 
             async def one(number: int, ids: np.ndarray) -> int:
                 body: dict[str, Any] = {
                     "input_ids": ids.tolist(),
                     "sampling_params": {"max_new_tokens": int(hidden), "temperature": 0.0},
+                    "extra_key": os.urandom(8).hex(),  # as hsdump's: nothing from the prefix cache
                     "rid": f"{rid}{number}-{os.urandom(6).hex()}" if rid != "exact-" else f"naive-{number}",
                 }
                 if hidden:
@@ -77,11 +77,13 @@ def ordinary(url: str, samples: Samples, *, rid: str = "", hidden: bool = False)
     return asyncio.run(run())
 
 
-def captured(url: str, samples: Samples, keep: dict[str, list[np.ndarray]] | None = None) -> Measured:
+def captured(
+    url: str, samples: Samples, keep: dict[str, list[np.ndarray]] | None = None, *, at_once: int = 0
+) -> Measured:
     """Send capture requests and take every sample out of the ring, or copy it into `keep`."""
 
     async def run() -> Measured:
-        engine, slots = SglangEngine(url), asyncio.Semaphore(in_flight(len(samples[0])))
+        engine, slots = SglangEngine(url), asyncio.Semaphore(at_once or in_flight(len(samples[0])))
         await asyncio.to_thread(engine.handshake)
         responded: list[float] = []
         send = engine._send
@@ -162,6 +164,8 @@ def write_rows(path: Path, samples: Samples) -> Path:
 
 def read_naive(folder: Path, number: int, num_states: int) -> list[np.ndarray]:
     """Put one request's pieces of the naive patch together again, as bfloat16 bits."""
+    import torch
+
     found = sorted(folder.glob(f"naive-{number}.*.pt"), key=lambda path: int(path.name.split(".")[1]))
     pieces = [torch.load(path, weights_only=True) for path in found]
     names = [f"aux{index}" for index in range(num_states - 1)] + ["final"]
