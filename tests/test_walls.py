@@ -28,8 +28,8 @@ RANKS = {
             ("layers", "samples"),
             ("schema",),
             ("spool",),
-            ("capture", "engines", "prompts", "store"),
-            ("sglang", "extract", "launch", "torch", "verify"),
+            ("capture", "engines", "patch", "prompts", "store"),
+            ("sglang", "extract", "generate", "launch", "torch", "verify"),
             ("demo",),
             ("cli",),
         )

@@ -31,3 +31,18 @@ def read_template(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--chat-template {path} cannot be read: {error}", "pass a Jinja file in UTF-8") from error
+
+
+def roles_of(pairs: list[str]) -> dict[str, str]:
+    """Read `NAME=assistant` pairs.
+
+    Raises:
+        UsageError: one has no equals sign.
+    """
+    roles = {}
+    for pair in pairs:
+        name, equals, role = pair.rpartition("=")
+        if not (name and equals and role):
+            raise UsageError(f"--role {pair} has no =", "write --role my_model_v2=assistant")
+        roles[name] = role
+    return roles

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console, Group
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from hsdump.cli.options import one_of, read_template
+from hsdump.cli.options import one_of, read_template, roles_of
 from hsdump.cli.output import Result, emit
-from hsdump.errors import InputError, UsageError
+from hsdump.errors import InputError
 from hsdump.prompts import PromptOptions, Renderer, Skip
 from hsdump.prompts.options import DEFAULT_DATE
 from hsdump.prompts.page import Page
@@ -69,7 +69,7 @@ def prepare(
         chat_template=read_template(chat_template),
         date=date,
         default_system=default_system,
-        roles=_roles(role),
+        roles=roles_of(role),
         trust_remote_code=trust_remote_code,
         skip_bad_rows=skip_bad_rows,
     )
@@ -128,16 +128,6 @@ def _nothing_left(report: PrepareReport) -> str:
     lines = [f"0 samples from {report.notes.counts['rows']} rows ({reasons})"]
     lines += [f"  {examples[0]['source']}: {examples[0]['detail']}" for examples in report.examples.values()]
     return "\n".join(lines)
-
-
-def _roles(pairs: list[str]) -> dict[str, str]:
-    roles = {}
-    for pair in pairs:
-        name, equals, role = pair.rpartition("=")
-        if not (name and equals and role):
-            raise UsageError(f"--role {pair} has no =", "write --role my_model_v2=assistant")
-        roles[name] = role
-    return roles
 
 
 def _settings(options: PromptOptions) -> dict[str, object]:

@@ -1,0 +1,119 @@
+"""What a person sees while the target answers, and at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hsdump.generate.state import GenerateState
+
+LOG_EVERY_S = 30.0
+
+
+class Display:
+    """A live panel on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, state: GenerateState, *, quiet: bool = False) -> None:
+        self._state, self._quiet = state, quiet
+        self._console = Console(stderr=True)
+        self._live: Live | None = None
+        self._next_line_s = time.monotonic() + LOG_EVERY_S
+        if self._console.is_terminal and not quiet:
+            self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True)
+
+    @contextmanager
+    def shown(self) -> Iterator[Display]:
+        """Show the panel while the body runs."""
+        if self._live is None:
+            yield self
+            return
+        with self._live:
+            yield self
+
+    def tick(self) -> None:
+        """Print a line when it is time for one and there is no terminal."""
+        if self._live is None and not self._quiet and time.monotonic() > self._next_line_s:
+            self._next_line_s = time.monotonic() + LOG_EVERY_S
+            sys.stderr.write(status_line(self._state) + "\n")
+
+    def _panel(self) -> RenderableType:
+        state = self._state
+        table = Table.grid(padding=(0, 2))
+        table.add_row("conversations", f"{state.done} done, {state.in_flight} in flight, {_of(state)}")
+        table.add_row("answers", f"{state.answers} with {state.answer_tokens:,} tokens, {_rates(state)}")
+        table.add_row("ended by", _counts(state.finish))
+        table.add_row("left", _eta(state))
+        bar = ProgressBar(total=state.total, completed=state.closed, width=60)
+        rows: list[RenderableType] = [bar, table]
+        if state.failed or state.skipped:
+            rows.append(Text(_counts(state.failed + state.skipped), style="yellow"))
+        return Group(*rows)
+
+
+def status_line(state: GenerateState) -> str:
+    """Say it in one line of plain text."""
+    failed = f"; {_counts(state.failed)}" if state.failed else ""
+    return (
+        f"hsdump: {state.done} conversations done, {_of(state)}, {state.in_flight} in flight, {state.answers} answers "
+        f"({_counts(state.finish)}), {_rates(state)}, {_eta(state)}{failed}"
+    )
+
+
+def summary(state: GenerateState) -> RenderableType:
+    """Say at the end what became of every row."""
+    table = Table(title="generate", title_justify="left", show_header=False)
+    table.add_row("rows read", f"{state.rows:,}")
+    table.add_row("questions", f"{state.questions:,} x {state.per_question}")
+    table.add_row("answers in this run", f"{state.answers:,} with {state.answer_tokens:,} tokens, {_rates(state)}")
+    if state.finish:
+        table.add_row("ended by", _counts(state.finish))
+    if state.already:
+        table.add_row("conversations answered before", f"{state.already:,}")
+    if state.earlier_failures:
+        table.add_row("failed earlier", f"{state.earlier_failures} (ask again with --retry-failed)")
+    made = state.samples
+    table.add_row("samples", f"{made['samples']:,}, {made['tokens']:,} tokens, {made['loss_tokens']:,} of them learned")
+    for name in ("duplicate", "cut-dropped"):
+        if made[name]:
+            table.add_row(f"left out: {name}", f"{made[name]:,}")
+    for name, count in sorted((+state.notes).items()):
+        table.add_row(Text(name, style="dim"), f"{count:,}")
+    for style, word, reasons in (("red", "failed", state.failed), ("yellow", "skipped", state.skipped)):
+        for reason, count in sorted(reasons.items()):
+            first = state.examples[reason][0]
+            table.add_row(
+                Text(f"{word}: {reason}", style=style), Text(f"{count:,}  {first['source']}: {first['detail']}")
+            )
+    if state.stopped:
+        fix = f"\nfix: {state.error.fix}" if state.error else ""
+        table.add_row("[red]stopped early", Text(f"{state.stopped}{fix}"))
+    return table
+
+
+def _of(state: GenerateState) -> str:
+    return f"{state.rows} rows read" if state.total is None else f"{state.closed} of {state.total}"
+
+
+def _rates(state: GenerateState) -> str:
+    return f"{state.answers / state.seconds:,.1f} answers/s, {state.answer_tokens / state.seconds:,.0f} tokens/s"
+
+
+def _eta(state: GenerateState) -> str:
+    worked = state.closed - state.already - state.earlier_failures
+    if state.total is None or not worked:
+        return "unknown"
+    seconds = (state.total - state.closed) * state.seconds / worked
+    return f"about {timedelta(seconds=int(max(seconds, 0)))} left"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or "none"
