@@ -97,7 +97,7 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
         raise UsageError(f"--layers {text!r} is not a list of numbers", "use auto, or ids like 2,16,29") from None
 
 
-def state_names(layers: Sequence[int], final_state: str) -> tuple[str, ...]:
+def state_names(layers: Sequence[int], final_state: str = "post_norm") -> tuple[str, ...]:
     """Name the states of one sample in storage order: the auxiliary layers ascending, then the final state or both."""
     finals = (FINAL, FINAL_PRE_NORM) if final_state == "both" else (FINAL,)
     return (*(f"layer{layer}" for layer in layers), *finals)

@@ -54,8 +54,8 @@ def make_store(path: Path, model: Path, **changes: object) -> tuple[Manifest, li
         one = make_sample(seed, manifest, num_tokens=5 + seed)
         pre = as_torch(one.states[-1]) * 37
         post = norm(pre, weight)
-        final = pre if manifest.final_state == "pre_norm" else post
-        made.append(Made(one.sample, (*one.states[:2], final.view(torch.uint16).numpy())))
+        finals = {"pre_norm": [pre], "post_norm": [post], "both": [post, pre]}[manifest.final_state]
+        made.append(Made(one.sample, (*one.states[:2], *(final.view(torch.uint16).numpy() for final in finals))))
         before.append(pre)
     with StoreWriter.open(path, manifest) as writer:
         for one in made:
@@ -157,6 +157,28 @@ def test_a_pre_norm_store_becomes_post_norm_as_the_model_would(tmp_path: Path, m
         torch.testing.assert_close(found["hidden_state"][0].float(), norm(pre, weight).float(), rtol=BFLOAT16, atol=0)
     for one, found in zip(made, files_of(tmp_path / "store", "speculators", tmp_path / "out2"), strict=True):
         assert torch.equal(found["hidden_states"][:, -1], as_torch(one.states[-1]))  # untouched
+
+
+@pytest.mark.parametrize("to", sorted(FORMATS))
+def test_of_both_final_states_each_format_takes_its_own(tmp_path: Path, model: Path, to: str) -> None:
+    """Bit for bit, and without the checkpoint."""
+    _, made, _ = make_store(tmp_path / "store", model, final_state="both")
+    (model / "config.json").unlink()
+    by_ids = {tuple(one.sample.input_ids.tolist()): one for one in made}
+    for found in files_of(tmp_path / "store", to, tmp_path / "out"):
+        one = by_ids[tuple(found.get("input_ids", found.get("token_ids")).tolist())]
+        aux, final = {
+            "speculators-v1": lambda f: (f["hidden_states"][:-1], f["hidden_states"][-1]),
+            "speculators": lambda f: (f["hidden_states"][:, :-1].unbind(1), f["hidden_states"][:, -1]),
+            "specforge": lambda f: (f["aux_hidden_state"][0].split(WIDTH, -1), f["hidden_state"][0]),
+            "modelopt": lambda f: (f["aux_hidden_states"].split(WIDTH, -1), f["hidden_states"]),
+        }[to](found)
+        post, pre = (as_torch(state) for state in one.states[-2:])
+        assert torch.equal(final, pre if to.startswith("speculators") else post)
+        assert len(aux) == 2
+        assert all(torch.equal(state, as_torch(expected)) for state, expected in zip(aux, one.states, strict=False))
+    notes = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert (notes["final_state"], notes["converted"]) == (FORMATS[to].final_state, "")
 
 
 def test_a_norm_that_cannot_be_had_is_refused_before_a_file_is_written(tmp_path: Path, model: Path) -> None:

@@ -189,7 +189,7 @@ def test_manifests_round_trip_and_unknown_fields_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("dtype", "int8"), ("final_state", "both"), ("layers", [4, 2]), ("hidden_size", 0)]
+    ("name", "value"), [("dtype", "int8"), ("final_state", "normed"), ("layers", [4, 2]), ("hidden_size", 0)]
 )
 def test_a_manifest_that_no_hsdump_writes_is_damaged(name: str, value: object) -> None:
     data = msgspec.json.encode(msgspec.structs.replace(golden_manifest("raw"), **{name: value}))

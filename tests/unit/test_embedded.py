@@ -103,6 +103,20 @@ def test_states_are_those_of_a_direct_forward(tmp_path: Path, dtype: str) -> Non
     asyncio.run(engine.close())
 
 
+def test_both_final_states(llama: Path) -> None:
+    """What stands before the norm becomes what stands behind it by the model's own norm, bit for bit."""
+    both = EmbeddedEngine(str(llama), layers=None, final_state="both")
+    assert both.handshake().shape.names[-2:] == ("final", "final_pre_norm")
+    *_, post, pre = capture(both, [3, 1, 4, 1, 5]).states
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        normed = model.model.norm(torch.from_numpy(pre)[None])[0].numpy()
+    np.testing.assert_array_equal(normed, post)
+    alone = EmbeddedEngine(str(llama), layers=None, final_state="pre_norm")
+    assert alone.handshake().shape.names[-1] == "final"
+    np.testing.assert_array_equal(capture(alone, [3, 1, 4, 1, 5]).states[-1], pre)
+
+
 def test_a_dtype_of_the_users_choice(llama: Path) -> None:
     info = EmbeddedEngine(str(llama), layers=(1,), dtype="float16").handshake()
     assert (info.shape.dtype, info.shape.layers) == ("float16", (1,))

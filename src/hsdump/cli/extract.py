@@ -38,6 +38,9 @@ def extract(
     engine: str = typer.Option("sglang", help="sglang, or transformers to run the model in this process."),
     model: str = typer.Option(None, help="Model folder (tokenizer).  [default: what the server names]"),
     layers: str = typer.Option("auto", help="Which of the captured layers to store, or auto for all of them."),
+    final: str = typer.Option(
+        "post-norm", help="Final state: post-norm; with --engine transformers also pre-norm or both."
+    ),
     max_tokens: int = typer.Option(None, min=1, help="Longer samples are skipped and counted, never cut."),
     concurrency: int = typer.Option(16, min=1, max=4096, help="Requests in flight."),
     attempts: int = typer.Option(5, min=1, max=100, help="Tries of one sample, for faults that may pass."),
@@ -62,6 +65,7 @@ def extract(
         inputs=tuple(inputs),
         out=out,
         layers=parse_layers(layers),
+        final_state=one_of("--final", final, ("post-norm", "pre-norm", "both")).replace("-", "_"),
         model=model,
         max_tokens=max_tokens,
         concurrency=concurrency if engine == "sglang" else 1,
@@ -85,6 +89,9 @@ def _engine(name: str, server: str | None, spool: Path | None, options: ExtractO
     if name == "sglang":
         if server is None:
             raise UsageError("--server is missing", "give the server's URL: --server http://127.0.0.1:30000")
+        if options.final_state != "post_norm":
+            what = f"a server gives the final state post_norm, not {options.final_state}"
+            raise UsageError(what, "leave --final out; `hsdump store export` converts it where needed")
         from hsdump.engines.sglang_http import SglangEngine
 
         key = os.environ.get("HSDUMP_API_KEY")
@@ -94,7 +101,7 @@ def _engine(name: str, server: str | None, spool: Path | None, options: ExtractO
             raise UsageError("--model is missing", "give the model folder: --engine transformers --model PATH")
         from hsdump.engines.embedded import EmbeddedEngine
 
-        return EmbeddedEngine(options.model, layers=options.layers)
+        return EmbeddedEngine(options.model, layers=options.layers, final_state=options.final_state)
     raise UsageError(f"--engine {name} is not known", "use sglang or transformers")
 
 

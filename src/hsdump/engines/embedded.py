@@ -2,7 +2,8 @@
 
 For trying things out without a server, and as a second opinion on what a server hands out. No padding and no batches:
 every sample is computed at its exact length, in the model's own dtype. The final state is taken to be post-norm only
-after the numbers of a small forward said so, because model files differ in what they append to `hidden_states` last.
+after the numbers of a small forward said so, because model files differ in what they append to `hidden_states` last;
+the same forward proves that the last decoder layer's output is the state in front of that norm.
 
 Letters: S = tokens of one sample, H = hidden size, L = auxiliary layers.
 """
@@ -20,9 +21,9 @@ import numpy as np
 
 from hsdump._version import __version__
 from hsdump.arrays import StateArray
-from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest
+from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, ServerLoad
 from hsdump.errors import InputError, ServerError, UsageError
-from hsdump.layers import check_layers, eagle3_layers
+from hsdump.layers import FINAL_STATES, check_layers, eagle3_layers
 from hsdump.schema import DTYPE_BYTES, EngineInfo, StateShape
 
 PROBE_TOKENS = 8
@@ -39,22 +40,31 @@ class EmbeddedEngine:
     """A Hugging Face causal language model, loaded at the handshake. Use from one event loop."""
 
     def __init__(
-        self, model_path: str, *, layers: tuple[int, ...] | None, device: str = "cpu", dtype: str | None = None
+        self,
+        model_path: str,
+        *,
+        layers: tuple[int, ...] | None,
+        device: str = "cpu",
+        dtype: str | None = None,
+        final_state: str = "post_norm",
     ) -> None:
         """Args:
         model_path: a model folder, or the name of a model that is in the local Hugging Face cache.
         layers: ids in hsdump's meaning; None: the EAGLE-3 ones for the model's depth.
         device: as torch names it, such as `cpu` or `cuda:0`.
         dtype: a key of `DTYPE_BYTES`; None: the checkpoint's own.
+        final_state: `post_norm`, `pre_norm` (the last decoder layer's output) or `both`.
 
         Raises:
             UsageError: an unknown dtype.
         """
+        assert final_state in FINAL_STATES, final_state
         if dtype is not None and dtype not in DTYPE_BYTES:
             raise UsageError(f"dtype {dtype} cannot be captured", f"use one of {', '.join(DTYPE_BYTES)}")
         self.model_path = model_path
-        self._layers, self._device, self._dtype = layers, device, dtype
+        self._layers, self._device, self._dtype, self._final_state = layers, device, dtype, final_state
         self._model: Any = None
+        self._last_layer: Any = None
         self._info: EngineInfo | None = None
         self._one_at_a_time = asyncio.Lock()
 
@@ -73,10 +83,11 @@ class EmbeddedEngine:
         wanted = eagle3_layers(num_layers) if self._layers is None else check_layers(self._layers, num_layers)
         with torch.inference_mode():
             final = _prove_meaning(model, num_layers, int(config.vocab_size))
+        self._last_layer = _decoder_parts(model, num_layers)[0][-1]
         dtype = str(final.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
             raise ServerError(f"{self.model_path} computes in {dtype}", f"choose one of {', '.join(DTYPE_BYTES)}")
-        shape = StateShape(layers=wanted, hidden_size=int(final.shape[-1]), dtype=dtype, final_state="post_norm")
+        shape = StateShape(layers=wanted, hidden_size=int(final.shape[-1]), dtype=dtype, final_state=self._final_state)
         context = getattr(config, "max_position_embeddings", None)
         self._model = model
         self._info = EngineInfo(
@@ -106,10 +117,26 @@ class EmbeddedEngine:
             states = await asyncio.to_thread(self._forward, request)
         return CapturedSample(token_ids=request.input_ids.copy(), states=states)
 
+    @property
+    def lost(self) -> bool:
+        return False
+
+    async def reconnect(self) -> EngineInfo:
+        return self._known()
+
+    async def load(self) -> ServerLoad | None:
+        return None
+
+    def request_id(self, request: CaptureRequest) -> str:  # noqa: ARG002 - the protocol's
+        return ""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Nothing to do: a forward is not interrupted."""
+
     async def close(self) -> None:
         """Let the model go."""
         async with self._one_at_a_time:
-            self._model = None
+            self._model = self._last_layer = None
 
     def _check(self, request: CaptureRequest) -> None:
         info, ids = self._known(), request.input_ids
@@ -125,14 +152,16 @@ class EmbeddedEngine:
             raise CaptureFailed("token-outside-vocabulary", detail, transient=False)
 
     def _forward(self, request: CaptureRequest) -> tuple[StateArray, ...]:
-        """Runs in a worker thread. Gives L+1 arrays [S, H] of their own memory."""
+        """Runs in a worker thread. Gives arrays [S, H] of their own memory, in the order of `StateShape.names`."""
         import torch
 
         shape = self._known().shape
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), _outputs_of([self._last_layer]) as pre_norm:
                 hidden = _hidden_states(self._model, request.input_ids)
-                return tuple(_as_array(hidden[index][0]) for index in (*shape.layers, -1))
+                finals = {"post_norm": [hidden[-1]], "pre_norm": pre_norm, "both": [hidden[-1], *pre_norm]}
+                states = [hidden[index] for index in shape.layers] + finals[shape.final_state]
+                return tuple(_as_array(state_1SH[0]) for state_1SH in states)
         except torch.OutOfMemoryError as error:
             detail = f"{len(request.input_ids)} tokens on {self._device}: {_first_line(error)}"
             raise CaptureFailed("out-of-memory", detail, transient=False) from error

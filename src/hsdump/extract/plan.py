@@ -29,6 +29,9 @@ class ExtractOptions:
     layers: tuple[int, ...] | None = None
     """None: what the engine captures."""
 
+    final_state: str = "post_norm"
+    """Which final state an embedded engine gives; servers give `post_norm`."""
+
     model: str | None = None
     """Where the tokenizer is read from; None: the engine's own model path."""
 
@@ -58,7 +61,7 @@ class ExtractPlan:
     """What is stored: the engine's states, or the subset that was asked for."""
 
     columns: tuple[int, ...]
-    """Of the engine's states, the indices to store, the final one last."""
+    """Of the engine's states, the indices to store, the final one or both last."""
 
     prompt_options: PromptOptions
     renderer: Renderer | None
@@ -96,7 +99,7 @@ def make_plan(options: ExtractOptions, info: EngineInfo) -> ExtractPlan:
             raise InputError(f"{path} does not exist", "name a JSONL, JSON or Parquet file")
     columns = _columns(options.layers, info)
     shape = StateShape(
-        layers=tuple(info.shape.layers[index] for index in columns[:-1]),
+        layers=tuple(info.shape.layers[index] for index in columns if index < len(info.shape.layers)),
         hidden_size=info.shape.hidden_size,
         dtype=info.shape.dtype,
         final_state=info.shape.final_state,
@@ -153,8 +156,9 @@ def count_rows(inputs: Sequence[Path]) -> int | None:
 
 def _columns(asked: Sequence[int] | None, info: EngineInfo) -> tuple[int, ...]:
     captured = info.shape.layers
+    finals = range(len(captured), len(info.shape.names))
     if asked is None:
-        return tuple(range(len(captured) + 1))
+        return (*range(len(captured)), *finals)
     layers = check_layers(asked, info.num_layers)
     missing = [layer for layer in layers if layer not in captured]
     if missing:
@@ -163,7 +167,7 @@ def _columns(asked: Sequence[int] | None, info: EngineInfo) -> tuple[int, ...]:
             f"--layers {ids}: the server captures layers {list(captured)}, so {missing} are not to be had from it",
             f"leave --layers out, or start the server again with: hsdump serve --layers {ids} -- ...",
         )
-    return (*(captured.index(layer) for layer in layers), len(captured))
+    return (*(captured.index(layer) for layer in layers), *finals)
 
 
 def _renderer(asked: str | None, served: str, options: PromptOptions) -> tuple[Renderer | None, InputError | None]:

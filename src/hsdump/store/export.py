@@ -24,6 +24,7 @@ import numpy as np
 
 from hsdump.arrays import StateArray
 from hsdump.errors import StoreError, UsageError
+from hsdump.layers import FINAL, FINAL_PRE_NORM
 from hsdump.store.arrow_rows import write_arrow_rows
 from hsdump.store.final_norm import FinalNorm
 from hsdump.store.fs import Fs
@@ -147,9 +148,12 @@ def _write_all(
 
 def _file_bytes(sample: StoredSample, wanted: Format, norm: FinalNorm | None, dtype: str, name: str) -> bytes:
     states = dict(sample.states)
+    pre_norm = states.pop(FINAL_PRE_NORM, None)
+    if pre_norm is not None and wanted.final_state == "pre_norm":
+        states[FINAL] = pre_norm
     if norm is not None:
         change = norm.undo if wanted.final_state == "pre_norm" else norm.apply
-        states["final"] = change(states["final"], dtype)
+        states[FINAL] = change(states[FINAL], dtype)
     content = wanted.content(sample, {key: _tensor(state, dtype) for key, state in states.items()})
     if name.endswith(".safetensors"):
         from safetensors.torch import save
@@ -190,7 +194,7 @@ def _claim(out: Path, report: ExportReport, fs: Fs) -> None:
 
 def _conversion(store: Store, wanted: Format, options: ExportOptions) -> tuple[FinalNorm | None, str]:
     manifest = store.manifest
-    if manifest.final_state == wanted.final_state:
+    if manifest.final_state in {wanted.final_state, "both"}:
         return None, ""
     model = options.model or Path(manifest.model_path)
     norm = FinalNorm.load(model, manifest.hidden_size)
@@ -229,7 +233,7 @@ def _mask(sample: StoredSample) -> Any:
 
 
 def _aux(states: dict[str, Any]) -> list[Any]:
-    return [state for name, state in states.items() if name != "final"]
+    return [state for name, state in states.items() if name != FINAL]
 
 
 def _speculators_v1(sample: StoredSample, states: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +252,7 @@ def _specforge(sample: StoredSample, states: dict[str, Any]) -> dict[str, Any]:
     return {
         "input_ids": _ids(sample),
         "loss_mask": _mask(sample),
-        "hidden_state": states["final"][None],
+        "hidden_state": states[FINAL][None],
         "aux_hidden_state": torch.cat(_aux(states), dim=-1)[None],
     }
 
@@ -258,7 +262,7 @@ def _modelopt(sample: StoredSample, states: dict[str, Any]) -> dict[str, Any]:
 
     return {
         "input_ids": _ids(sample),
-        "hidden_states": states["final"],
+        "hidden_states": states[FINAL],
         "aux_hidden_states": torch.cat(_aux(states), dim=-1),
         "loss_mask": _mask(sample),
         "conversation_id": sample.key,

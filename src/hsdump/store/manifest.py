@@ -8,11 +8,10 @@ import msgspec
 
 from hsdump.arrays import NUMPY_DTYPES, xxh3
 from hsdump.errors import StoreCorrupt, StoreError
+from hsdump.layers import FINAL_STATES
 from hsdump.schema import StateShape
 
 FORMAT_VERSION = 1
-
-FINAL_STATES = ("post_norm", "pre_norm")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +33,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     dtype: str
     final_state: str
-    """`post_norm` or `pre_norm`."""
+    """`post_norm`, `pre_norm` or `both`."""
 
     layer_meaning: str
     tokenizer_digest: str
