@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from hsdump.cli.answering import AnswerOptions, answer_first, both
 from hsdump.cli.options import one_of, read_template
 from hsdump.cli.output import Result, emit
 from hsdump.engines.base import Engine
@@ -53,6 +54,12 @@ def extract(
     spool: Path = typer.Option(None, help="The server's spool, where it cannot be found (containers)."),
     server_wait: float = typer.Option(120.0, min=0, help="Seconds to wait for a server that went away."),
     commit_seconds: float = typer.Option(30.0, min=0.1, help="Captured samples wait at most so long for the disk."),
+    generate: bool = typer.Option(False, "--generate", help="Let the target answer INPUT first; see hsdump generate."),
+    n: int = typer.Option(None, "--n", min=1, help="With --generate: answers to each prompt."),
+    temperature: float = typer.Option(None, min=0.0, help="With --generate: 0 is greedy; by default 1."),
+    top_p: float = typer.Option(None, help="With --generate: nucleus sampling."),
+    max_new_tokens: int = typer.Option(None, min=1, help="With --generate: longest answer; by default 2048."),
+    seed: int = typer.Option(None, help="With --generate: repeatable answers, where the server is deterministic."),
     shard_bytes: int = typer.Option(1 << 30, min=1 << 16, help="Size at which a shard is closed."),
     json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
 ) -> None:
@@ -81,8 +88,15 @@ def extract(
             trust_remote_code=trust_remote_code,
         ),
     )
+    answers = AnswerOptions(
+        on=generate, n=n, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
+    )
+    options, answered = answer_first(options, answers, server, wait_s=server_wait, quiet=json)
+    if answered is not None and (answered.stopped or not answered.samples["samples"]):
+        raise typer.Exit(emit(both(answered, Result(data={}, text="", exit_code=0)), as_json=json))
     state = asyncio.run(_run(options, lambda: _engine(engine, server, spool, options, server_wait), quiet=json))
-    raise typer.Exit(emit(Result(data=state.report(), text=summary(state), exit_code=state.exit_code()), as_json=json))
+    result = Result(data=state.report(), text=summary(state), exit_code=state.exit_code())
+    raise typer.Exit(emit(both(answered, result), as_json=json))
 
 
 def _engine(name: str, server: str | None, spool: Path | None, options: ExtractOptions, wait_s: float) -> Engine:
