@@ -1,36 +1,29 @@
 """The write side of a store: samples become durable in batches, and what `commit` returned is never lost.
 
+Samples are added by one thread. A batch is made durable by the same one (`commit`), or by a second thread while the
+first goes on adding (`begin_commit`).
+
 Letters: S = tokens of one sample, H = hidden size.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hsdump.arrays import NUMPY_DTYPES, StateArray
+from hsdump.arrays import StateArray
 from hsdump.errors import StoreError
 from hsdump.samples import TokenSample
 from hsdump.store import recovery
-from hsdump.store.codecs import Encoded, EncodedState, check_codec, encode_state
-from hsdump.store.format import (
-    INPUT_IDS,
-    LOSS_MASK,
-    SHARDS_FOLDER,
-    SampleRecord,
-    TensorEntry,
-    shard_path,
-    tensor_bytes,
-)
+from hsdump.store.codecs import Encoded, check_codec
+from hsdump.store.encoding import SampleEncoder
+from hsdump.store.format import SHARDS_FOLDER, SampleRecord, shard_path
 from hsdump.store.fs import Fs
 from hsdump.store.index import Event, Failure, Index, SkippedRow, utc_now
 from hsdump.store.lock import WriterLock
@@ -39,6 +32,8 @@ from hsdump.store.opening import OpenedStore, disk_errors, open_store
 from hsdump.store.shard_writer import ShardWriter
 
 SKIPS_AT_ONCE = 1000
+
+COMMIT_THREAD = "hsdump-commit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +52,9 @@ class WriterOptions:
 
 @final
 class StoreWriter:
-    """The only writer of a store, from `open` to `close`. Use it from one thread at a time."""
+    """The only writer of a store, from `open` to `close`. Use it from one thread at a time; `is_committed` and
+    `is_known` may be asked from any.
+    """
 
     def __init__(self, path: Path, manifest: Manifest, index: Index, lock: WriterLock, options: WriterOptions) -> None:
         """Use `open`."""
@@ -67,7 +64,6 @@ class StoreWriter:
 
         self.index, self.fs = index, options.fs
         self._lock, self._options = lock, options
-        self._shape = manifest.shape
         self._committed = set(index.keys())
         self._pending: set[str] = set()
         self._shards: list[ShardWriter] = []
@@ -75,7 +71,12 @@ class StoreWriter:
         self._next_number = recovery.next_shard_number(path, index)
         self._broken: str | None = None
         self._closed = False
-        self._pool: ThreadPoolExecutor | None = None
+        self._encoder = SampleEncoder(manifest, options.codec_threads)
+        self._finishing: list[ShardWriter] = []
+        """Shards of the commit under way; after a failed one what it left."""
+
+        self._committer: ThreadPoolExecutor | None = None
+        self._under_way: Future[list[str]] | None = None
 
     @classmethod
     def open(cls, path: Path, manifest: Manifest, *, options: WriterOptions | None = None) -> StoreWriter:
@@ -155,37 +156,46 @@ class StoreWriter:
                 must be opened again.
         """
         self._check_usable()
-        self._check(sample, states)
+        self._encoder.check(sample, states)
         if self.is_known(sample.key):
             return False
-        parts = {
-            INPUT_IDS: [_plain("I64", np.ascontiguousarray(sample.input_ids, "<i8"))],
-            LOSS_MASK: [_plain("U8", np.ascontiguousarray(sample.loss_mask, np.uint8))],
-        }
-        errors = {}
-        for name, encoded in zip(self._shape.names, self._encode(states), strict=True):
-            parts[name] = encoded.parts
-            if encoded.error is not None:
-                errors[name] = encoded.error
-        record = _record(sample, parts, self.manifest.codec, attempts, errors)
-        with self._all_or_broken():
-            flat = [part for group in parts.values() for part in group]
-            self._shard_for(record).append(record, flat)
-        self._pending.add(sample.key)
+        record, parts = self._encoder.encode(sample, states, attempts)
+        self._append(record, parts)
         return True
 
     def commit(self) -> list[str]:
         """Make everything added so far durable.
 
         Returns:
-            Keys that are safe now, in the order of `add`.
+            Keys that are safe now, in the order of `add`; those of an earlier `begin_commit` are told there.
 
         Raises:
             StoreError: the disk failed; nothing of this batch counts, the writer must be opened again.
         """
         self._check_usable()
+        self._settle()
         self._flush_skips()
-        return self._commit(None) if self._shards else []
+        return self._finish(self._take_shards(), None) if self._shards else []
+
+    def begin_commit(self) -> Future[list[str]]:
+        """Have everything added so far made durable by another thread, while the next samples are added.
+
+        At most one commit is under way: this waits for an earlier one, so that no more than two shards are unfinished
+        however slow the disk is.
+
+        Returns:
+            Resolves to the keys that are safe then, in the order of `add`, or to what `commit` would raise.
+
+        Raises:
+            StoreError: an earlier commit failed.
+        """
+        self._check_usable()
+        self._settle()
+        self._flush_skips()
+        if self._committer is None:
+            self._committer = ThreadPoolExecutor(1, COMMIT_THREAD)
+        self._under_way = self._committer.submit(self._finish, self._take_shards(), None)
+        return self._under_way
 
     def copy(self, record: SampleRecord, parts: Sequence[Any]) -> None:
         """Take a sample that is not known here over as another store holds it, without decoding it.
@@ -217,11 +227,12 @@ class StoreWriter:
             Keys that are not in the store any more.
         """
         self._check_usable()
+        self._settle()
         assert not self._shards, "commit first"
         before = [row.record.key for row in self.index.samples(number)]
         for record, parts in keep:
             self._append_copy(record, parts)
-        self._commit((number, why))
+        self._finish(self._take_shards(), (number, why))
         if delete:
             recovery.delete_quarantined(self.path, number, self.fs)
         kept = {record.key for record, _ in keep}
@@ -234,13 +245,22 @@ class StoreWriter:
             Encoded(dtype=entry.dtype, shape=entry.shape, data=data)
             for entry, data in zip(record.tensors, parts, strict=True)
         ]
+        self._append(record, encoded)
+
+    def _append(self, record: SampleRecord, parts: list[Encoded]) -> None:
         with self._all_or_broken():
-            self._shard_for(record).append(record, encoded)
+            self._shard_for(record).append(record, parts)
         self._pending.add(record.key)
 
-    def _commit(self, replaced: tuple[int, Event] | None) -> list[str]:
+    def _take_shards(self) -> list[ShardWriter]:
+        self._finishing, self._shards = self._shards, []
+        return self._finishing
+
+    def _finish(self, shards: list[ShardWriter], replaced: tuple[int, Event] | None) -> list[str]:
+        """Runs in the caller's thread or in the committer; never in both at once."""
+        self._check_usable()
         with self._all_or_broken():
-            headers = [shard.finish() for shard in self._shards]
+            headers = [shard.finish() for shard in shards]
             self.fs.sync_folder(self.path / SHARDS_FOLDER)
             if replaced:
                 old = shard_path(self.path, replaced[0])
@@ -253,10 +273,16 @@ class StoreWriter:
                 for header, header_bytes in headers:
                     self.index.add_shard(header, header_bytes)
         keys = [record.key for header, _ in headers for record in header.samples]
-        self._shards.clear()
-        self._pending.clear()
-        self._committed.update(keys)
+        self._finishing = []
+        self._committed.update(keys)  # before they leave `_pending`, so that another thread always knows them
+        self._pending.difference_update(keys)
         return keys
+
+    def _settle(self) -> None:
+        """Wait for a commit under way, and raise what it raised."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
 
     def record_failure(self, sample: TokenSample, reason: str, detail: str, *, attempts: int) -> None:
         """Note durably why a sample has no states. A later success replaces it; it never replaces a success."""
@@ -275,8 +301,10 @@ class StoreWriter:
     def record_failure_of(self, failure: Failure) -> None:
         """Note a failure as another store has it, under the same rules."""
         self._check_usable()
-        if failure.key not in self._committed:
-            with self._all_or_broken(), self.index.transaction():
+        if failure.key in self._committed:
+            return
+        with self._all_or_broken(), self.index.transaction():
+            if self.index.sample(failure.key) is None:  # a commit under way may have been faster
                 self.index.add_failure(failure)
 
     def record_skip(self, source: str, reason: str, detail: str) -> None:
@@ -287,18 +315,29 @@ class StoreWriter:
             self._flush_skips()
 
     def close(self) -> None:
-        """Let go of the store. What was added and not committed is thrown away."""
+        """Let go of the store, after a commit under way. What was added and not committed is thrown away.
+
+        Raises:
+            StoreError: the disk failed, also in a commit that was begun and whose result nobody asked for since.
+        """
         if self._closed:
             return
         self._closed = True
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._encoder.close()
         try:
+            self._settle()
             if self._broken is None:
                 self._flush_skips()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        try:
             with disk_errors(self.path):
                 self._discard_pending()
         finally:
+            if self._committer is not None:
+                self._committer.shutdown()
             self.index.close()
             self._lock.release()
             self._broken = self._broken or "it was closed"
@@ -311,15 +350,6 @@ class StoreWriter:
     ) -> None:
         self.close()
 
-    def _encode(self, states: Sequence[StateArray]) -> Iterable[EncodedState]:
-        """Encode states side by side; numpy and blosc2 let go of the interpreter lock."""
-        codec, shape = self.manifest.codec, self._shape
-        if codec == "raw":
-            return [encode_state(codec, state_SH, shape) for state_SH in states]
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._options.codec_threads, "hsdump-codec")
-        return self._pool.map(lambda state_SH: encode_state(codec, state_SH, shape), states)
-
     def _shard_for(self, record: SampleRecord) -> ShardWriter:
         if self._shards:
             last = self._shards[-1]
@@ -329,23 +359,6 @@ class StoreWriter:
         self._next_number += 1
         self._shards.append(shard)
         return shard
-
-    def _check(self, sample: TokenSample, states: Sequence[StateArray]) -> None:
-        num_tokens, names = len(sample.input_ids), self._shape.names
-        want = (num_tokens, self._shape.hidden_size)
-        dtype = NUMPY_DTYPES[self._shape.dtype]
-        wrong = [
-            f"{name} is {state.dtype} {list(state.shape)}"
-            for name, state in zip(names, states, strict=False)
-            if state.shape != want or state.dtype != dtype
-        ]
-        if len(states) != len(names):
-            wrong = [f"there are {len(states)} states instead of {len(names)}"]
-        if len(sample.loss_mask) != num_tokens or num_tokens == 0:
-            wrong.append(f"{num_tokens} tokens, {len(sample.loss_mask)} mask values")
-        if wrong:
-            what = f"sample {sample.key} ({sample.source}) does not fit the store: {'; '.join(wrong)}"
-            raise StoreError(what, f"every state must be {dtype} {list(want)}, as the manifest says")
 
     def _check_usable(self) -> None:
         if self._broken is not None:
@@ -358,9 +371,9 @@ class StoreWriter:
             self._skips.clear()
 
     def _discard_pending(self) -> None:
-        for shard in self._shards:
+        for shard in (*self._finishing, *self._shards):
             shard.discard()
-        self._shards.clear()
+        self._finishing, self._shards = [], []
         self._pending.clear()
 
     @contextmanager
@@ -372,34 +385,3 @@ class StoreWriter:
         except BaseException as error:
             self._broken = str(error.what if isinstance(error, StoreError) else error) or type(error).__name__
             raise
-
-
-def _plain(dtype: str, data: NDArray[Any]) -> Encoded:
-    return Encoded(dtype=dtype, shape=list(data.shape), data=data)
-
-
-def _record(
-    sample: TokenSample, parts: dict[str, list[Encoded]], codec: str, attempts: int, errors: dict[str, float]
-) -> SampleRecord:
-    entries = [
-        TensorEntry(
-            name=name + part.suffix,
-            codec="raw" if name in {INPUT_IDS, LOSS_MASK} else codec,
-            dtype=part.dtype,
-            shape=part.shape,
-            offset=0,
-            num_bytes=tensor_bytes(part.dtype, part.shape),
-            checksum="",
-        )
-        for name, group in parts.items()
-        for part in group
-    ]
-    return SampleRecord(
-        key=sample.key,
-        source=sample.source,
-        num_tokens=len(sample.input_ids),
-        num_learned=int(np.count_nonzero(sample.loss_mask)),
-        attempts=attempts,
-        tensors=entries,
-        errors=errors,
-    )
