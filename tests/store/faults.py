@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
 from hsdump.store.fs import Fs
+from hsdump.store.writer import COMMIT_THREAD
 
 
 class Crash(BaseException):
@@ -29,6 +31,11 @@ class FaultyFs(Fs):
         self.worst = False
         """All that was not made durable is lost, instead of some of it."""
 
+        self.gate = threading.Event()
+        """While it is clear, a commit in the second thread waits before its first operation, so that what the first
+        thread does meanwhile comes in one order only."""
+
+        self.gate.set()
         self._paths: dict[int, Path] = {}
         self._synced_bytes: dict[Path, int] = {}
         """Files with bytes that were not made durable, and how many were."""
@@ -76,6 +83,10 @@ class FaultyFs(Fs):
         super().remove(path)
         self._synced_bytes.pop(path, None)
 
+    def remove_tree(self, path: Path) -> None:
+        self._step(lambda: next(path.rglob("*.safetensors")).unlink())
+        super().remove_tree(path)
+
     def sync_folder(self, path: Path) -> None:
         self._step()
         super().sync_folder(path)
@@ -85,6 +96,8 @@ class FaultyFs(Fs):
         self._step()
 
     def _step(self, tear: Any = None) -> None:
+        if threading.current_thread().name.startswith(COMMIT_THREAD):
+            assert self.gate.wait(60), "nobody let the commit go on"
         if self.dead:
             raise Crash
         self.operations += 1

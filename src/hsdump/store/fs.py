@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,10 @@ class Fs:
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def remove_tree(self, path: Path) -> None:
+        """Delete a folder with all that is in it; dying in between leaves some of it."""
+        shutil.rmtree(path)
 
     def sync_folder(self, path: Path) -> None:
         """Make the names in a folder durable; without it a renamed file can vanish with the power."""

@@ -17,7 +17,7 @@ from hsdump.store.format import shard_name, shard_path
 from hsdump.store.index import Event, IndexedSample, IndexedShard
 from hsdump.store.reader import Store
 from hsdump.store.shard_reader import damaged_pads, damaged_tensors, read_header
-from hsdump.store.writer import StoreWriter
+from hsdump.store.writer import StoreWriter, WriterOptions
 
 Progress = Callable[[int, int], None]
 """Called with samples and bytes done since the last call."""
@@ -82,7 +82,7 @@ def scrub(path: Path, progress: Progress | None = None, *, threads: int | None =
     return report
 
 
-def repair(path: Path, progress: Progress | None = None) -> ScrubReport:
+def repair(path: Path, progress: Progress | None = None, *, options: WriterOptions | None = None) -> ScrubReport:
     """Recover the store, scrub it, and write each damaged shard's sound samples into a new shard.
 
     The damaged file goes to quarantine; nothing is deleted.
@@ -90,12 +90,17 @@ def repair(path: Path, progress: Progress | None = None) -> ScrubReport:
     Raises:
         StoreBusy, StoreError: the store cannot be opened for writing.
     """
-    with StoreWriter.reopen(path) as writer:
+    with StoreWriter.reopen(path, options=options) as writer:
         report = scrub(path, progress)
         report.recovered = writer.recovered
         for found in report.damaged:
             report.missing += replace_with_sound(writer, found)
-        lost = [event.subject for event in writer.recovered if event.kind == "sample-lost"]
+        lost = [
+            event.subject
+            for event in writer.recovered
+            # A repair that died had perhaps saved it in a new shard, which was adopted since.
+            if event.kind == "sample-lost" and not writer.is_committed(event.subject)
+        ]
     report.missing = lost + report.missing
     report.repaired = bool(report.damaged or report.recovered)
     report.exit_code = 1 if report.repaired else 0

@@ -5,7 +5,6 @@ Letters: S = tokens of one sample, H = hidden size.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from hsdump.errors import StoreCorrupt, StoreMismatch, UsageError
 from hsdump.samples import TokenSample
 from hsdump.store.codecs import check_codec
 from hsdump.store.format import shard_name
+from hsdump.store.fs import Fs
 from hsdump.store.index import Event, IndexedSample
 from hsdump.store.manifest import Manifest, differences
 from hsdump.store.reader import Store, StoredSample
@@ -153,6 +153,8 @@ def recode(source: Path, out: Path, codec: str, options: SurgeryOptions, *, repl
         StoreCorrupt: what was written does not decode to what was read; the source is untouched.
     """
     check_codec(codec)
+    if replace and _finish_replacing(source, out, options.writer.fs):
+        return SurgeryReport(action="recode", dry_run=False, samples={str(source): 0}, already=len(Store(source)))
     store = Store(source)
     if store.manifest.codec in {codec, "fp8"}:
         what = f"{source} has the codec {store.manifest.codec}"
@@ -175,11 +177,28 @@ def recode(source: Path, out: Path, codec: str, options: SurgeryOptions, *, repl
     _prove_recoded(store, out, report)
     store.close()
     if replace:
-        aside = source.with_name(source.name + ".before-recode")
-        source.rename(aside)
-        out.rename(source)
-        shutil.rmtree(aside)
+        fs = options.writer.fs
+        fs.rename(source, _aside(source))
+        fs.sync_folder(source.parent)
+        _finish_replacing(source, out, fs)
     return report
+
+
+def _aside(source: Path) -> Path:
+    return source.with_name(source.name + ".before-recode")
+
+
+def _finish_replacing(source: Path, out: Path, fs: Fs) -> bool:
+    """Put a proved copy in the place of the store that was moved aside for it; also after dying in between."""
+    aside = _aside(source)
+    if not aside.exists():
+        return False
+    if not source.exists():
+        fs.rename(out, source)
+        fs.sync_folder(out.parent)
+        fs.sync_folder(source.parent)
+    fs.remove_tree(aside)
+    return True
 
 
 def _refuse_other(first: Path, one: Manifest, second: Path, other: Manifest) -> None:
