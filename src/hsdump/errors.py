@@ -4,6 +4,7 @@
     ├── UsageError              64  an option, a path or a combination that cannot work
     ├── InputError              65  the input file, its rows, or the model's own files
     ├── ServerError             69  nothing answers, it is not SGLang, or capture is not on there
+    ├── PatchError              71  SGLang's installed source: edited, running, not writable, not as it was left
     ├── SpoolError              73  the hand-over folder in shared memory
     └── StoreError              74  the data set on disk
         ├── StoreMismatch       75  it was made with other settings
@@ -44,6 +45,10 @@ class InputError(HsdumpError):
 
 class ServerError(HsdumpError):
     exit_code = 69
+
+
+class PatchError(HsdumpError):
+    exit_code = 71
 
 
 class SpoolError(HsdumpError):

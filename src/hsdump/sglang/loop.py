@@ -139,4 +139,5 @@ def _facts(model: Any, args: Any) -> RunnerFacts:
         dp_size=int(getattr(args, "dp_size", 1)),
         host=str(args.host),
         port=int(args.port),
+        no_decode="the tap in the forward loop takes prefill only",
     )

@@ -48,7 +48,7 @@ def attach_logits(kind: Any) -> None:
     original = kind.forward
 
     @functools.wraps(original)
-    def forward(  # noqa: PLR0913, PLR0917 - SGLang's own signature
+    def forward(
         self: Any,
         input_ids: Any,
         hidden_states: Any,
