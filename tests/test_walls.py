@@ -29,7 +29,8 @@ RANKS = {
             ("schema",),
             ("spool",),
             ("capture", "engines", "patch", "prompts", "store"),
-            ("sglang", "extract", "generate", "launch", "torch", "verify"),
+            ("sglang", "extract", "generate", "launch", "torch"),
+            ("verify",),
             ("demo",),
             ("cli",),
         )

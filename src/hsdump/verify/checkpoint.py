@@ -149,7 +149,7 @@ class Checkpoint:
         values = _e4m3()[self.bits(name)]
         scale = self.whole(scale_name)
         if scale.size == 1:
-            return values * scale.reshape(())
+            return np.asarray(values * scale.reshape(()), np.float32)
         scale = scale.reshape(scale.shape[0], -1)
         per_row, per_column = -(-values.shape[0] // scale.shape[0]), -(-values.shape[1] // scale.shape[1])
         wide = np.repeat(np.repeat(scale, per_row, axis=0), per_column, axis=1)
