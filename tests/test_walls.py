@@ -31,6 +31,7 @@ RANKS = {
             ("capture", "engines", "patch", "prompts", "store"),
             ("sglang", "extract", "generate", "launch", "torch"),
             ("verify",),
+            ("draft",),
             ("demo",),
             ("cli",),
         )

@@ -30,7 +30,7 @@ from hsdump.store.format import (
     TensorEntry,
     shard_path,
 )
-from hsdump.store.index import Event, Failure, Index, IndexedSample, IndexedShard, SkippedRow
+from hsdump.store.index import Event, Failure, Index, IndexedSample, IndexedShard, RequestRow, SkippedRow
 from hsdump.store.manifest import Manifest, decode_manifest
 from hsdump.store.recovery import list_shards
 from hsdump.store.shard_reader import map_file, read_header
@@ -133,6 +133,19 @@ class Store:
             raise IndexError(which)
         return row
 
+    def tokens(self, which: str | int) -> tuple[str, NDArray[np.int64], NDArray[np.uint8]]:
+        """Give a sample's key, token ids [S] and loss mask [S] without decoding its states.
+
+        Raises:
+            KeyError, IndexError: there is none.
+            StoreCorrupt: its shard is gone or damaged.
+        """
+        row = self.row(which)
+        data = self._map(row)
+        entries = {entry.name: entry for entry in row.record.tensors}
+        ids = np.frombuffer(_view(data, entries[INPUT_IDS]), "<i8")
+        return row.record.key, ids, np.frombuffer(_view(data, entries[LOSS_MASK]), np.uint8)
+
     def proved_parts(self, row: IndexedSample) -> list[memoryview]:
         """Give the bytes of a sample's tensors as the shard holds them, after their checksums held.
 
@@ -158,6 +171,10 @@ class Store:
     def failures(self) -> dict[str, Failure]:
         """Give the samples that failed, by key."""
         return self._index().failures()
+
+    def requests(self) -> list[RequestRow]:
+        """List the samples that a run has on their way, as it last noted them."""
+        return self._index().requests()
 
     def skips(self) -> Counter[str]:
         """Count input rows that never became samples, by reason."""
