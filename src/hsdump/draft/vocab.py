@@ -94,9 +94,7 @@ class DraftVocab:
         return float(counts_V[self.t2d].sum() / total) if total else 1.0
 
 
-def choose(
-    counts_V: NDArray[np.int64], size: int, always: Iterable[int] = (), *, option: str = "--size"
-) -> DraftVocab:
+def choose(counts_V: NDArray[np.int64], size: int, always: Iterable[int] = (), *, option: str = "--size") -> DraftVocab:
     """Pick the tokens that the drafter may propose: those in `always`, then the most frequent ones.
 
     Equal counts go to the lower id, so two machines choose alike. When fewer distinct tokens occur than asked for, the
@@ -125,8 +123,8 @@ def choose(
     rank_V = counts_V.copy()
     rank_V[kept] = np.iinfo(np.int64).max
     chosen = np.argsort(-rank_V, kind="stable")[:size]
-    filled = int((counts_V[chosen] == 0).sum() - (counts_V[kept] == 0).sum()) if kept else int(
-        (counts_V[chosen] == 0).sum()
+    filled = (
+        int((counts_V[chosen] == 0).sum() - (counts_V[kept] == 0).sum()) if kept else int((counts_V[chosen] == 0).sum())
     )
     return DraftVocab.of(chosen.tolist(), vocab_size, made="counts", always=len(kept), filled=filled)
 
