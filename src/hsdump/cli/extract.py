@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from pathlib import Path
 
 import typer
@@ -12,16 +11,15 @@ import typer
 from hsdump.cli.answering import AnswerOptions, answer_first, both
 from hsdump.cli.options import one_of, read_template
 from hsdump.cli.output import Result, emit
+from hsdump.cli.watching import Watch, run_session
 from hsdump.engines.base import Engine
 from hsdump.errors import UsageError
-from hsdump.extract.display import Display, greeting, summary
-from hsdump.extract.driver import Driver
-from hsdump.extract.plan import ExtractOptions, check_output, make_plan
-from hsdump.extract.state import RunState
+from hsdump.extract.display import summary
+from hsdump.extract.only import read_names
+from hsdump.extract.plan import ExtractOptions, check_output
+from hsdump.extract.session import Endpoint, read_endpoints
 from hsdump.layers import parse_layers
 from hsdump.prompts import PromptOptions
-from hsdump.schema import EngineInfo
-from hsdump.store import StoreWriter, WriterOptions
 
 EPILOG = "Example:  hsdump extract chats.jsonl --server http://127.0.0.1:30000 --out /data/kimi-store"
 
@@ -33,9 +31,10 @@ def add_to(app: typer.Typer) -> None:
 def extract(
     inputs: list[Path] = typer.Argument(..., metavar="INPUT...", help="JSONL, JSON or Parquet: chats or token ids."),
     out: Path = typer.Option(..., help="The store. Running again with the same store goes on where it stopped."),
-    server: str = typer.Option(
-        None, help="URL of an SGLang server started with `hsdump serve`; its key in HSDUMP_API_KEY."
+    server: list[str] = typer.Option(
+        [], help="URL of an SGLang server started with `hsdump serve`; its key in HSDUMP_API_KEY. Repeatable."
     ),
+    servers: Path = typer.Option(None, help="File with a URL a line, for many servers."),
     engine: str = typer.Option("sglang", help="sglang, or transformers to run the model in this process."),
     model: str = typer.Option(None, help="Model folder (tokenizer).  [default: what the server names]"),
     layers: str = typer.Option("auto", help="Which of the captured layers to store, or auto for all of them."),
@@ -43,16 +42,25 @@ def extract(
         "post-norm", help="Final state: post-norm; with --engine transformers also pre-norm or both."
     ),
     max_tokens: int = typer.Option(None, min=1, help="Longer samples are skipped and counted, never cut."),
-    concurrency: int = typer.Option(16, min=1, max=4096, help="Requests in flight."),
+    concurrency: int = typer.Option(16, min=1, max=4096, help="Requests in flight at each server."),
+    tokens_in_flight: int = typer.Option(None, min=1, help="Tokens in flight at each server."),
+    max_rate: float = typer.Option(None, min=0.001, help="Tokens a second over all servers, never more."),
+    live_share: float = typer.Option(
+        0.25, min=0.01, max=1, help="Of a server's time, what is taken while others use it; 1 does not step back."
+    ),
     attempts: int = typer.Option(5, min=1, max=100, help="Tries of one sample, for faults that may pass."),
     retry_failed: bool = typer.Option(False, help="Take samples again that failed in an earlier run."),
+    only: list[str] = typer.Option([], help="Only these rows' ids or keys: a,b or @FILE. Repeatable."),
+    max_failed: int = typer.Option(1000, min=0, help="More failed samples than this end the run."),
+    disk_reserve: int = typer.Option(1 << 30, min=0, help="Bytes of the disk that stay free; the run stops before."),
     codec: str = typer.Option("raw", help="raw, blosc2 (lossless, about 0.7 of the bytes) or fp8 (half, lossy)."),
     chat_template: Path = typer.Option(None, help="A template file to use instead of the tokenizer's."),
     turns: str = typer.Option("all", help="Assistant turns to learn: all or last."),
     thinking: str = typer.Option("keep", help="The assistant's thinking: keep, require, template, drop or refuse."),
     trust_remote_code: bool = typer.Option(False, help="Let the model's folder bring its own tokenizer code."),
     spool: Path = typer.Option(None, help="The server's spool, where it cannot be found (containers)."),
-    server_wait: float = typer.Option(120.0, min=0, help="Seconds to wait for a server that went away."),
+    server_wait: float = typer.Option(120.0, min=0, help="Seconds to wait when no server is left."),
+    request_timeout: float = typer.Option(600.0, min=1, help="Seconds for one request, the server's queue included."),
     commit_seconds: float = typer.Option(30.0, min=0.1, help="Captured samples wait at most so long for the disk."),
     generate: bool = typer.Option(False, "--generate", help="Let the target answer INPUT first; see hsdump generate."),
     n: int = typer.Option(None, "--n", min=1, help="With --generate: answers to each prompt."),
@@ -61,6 +69,8 @@ def extract(
     max_new_tokens: int = typer.Option(None, min=1, help="With --generate: longest answer; by default 2048."),
     seed: int = typer.Option(None, help="With --generate: repeatable answers, where the server is deterministic."),
     shard_bytes: int = typer.Option(1 << 30, min=1 << 16, help="Size at which a shard is closed."),
+    json_log: Path = typer.Option(None, help="Append every event to this file, a line of JSON each."),
+    metrics_port: int = typer.Option(None, min=1, max=65535, help="Numbers for Prometheus at 127.0.0.1."),
     json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
 ) -> None:
     """Capture the hidden states of INPUT's samples and commit them to a store.
@@ -81,6 +91,13 @@ def extract(
         codec=one_of("--codec", codec, ("raw", "blosc2", "fp8")),
         shard_bytes=shard_bytes,
         commit_s=commit_seconds,
+        only=read_names(only),
+        max_failed=max_failed,
+        disk_reserve=disk_reserve,
+        tokens_in_flight=tokens_in_flight,
+        max_rate=max_rate,
+        live_share=live_share,
+        server_wait_s=server_wait,
         prompts=PromptOptions(
             turns=one_of("--turns", turns, ("all", "last")),
             thinking=one_of("--thinking", thinking, ("keep", "require", "template", "drop", "refuse")),
@@ -91,73 +108,39 @@ def extract(
     answers = AnswerOptions(
         on=generate, n=n, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
     )
-    options, answered = answer_first(options, answers, server, wait_s=server_wait, quiet=json)
+    first_server = server[0] if server else None
+    options, answered = answer_first(options, answers, first_server, wait_s=server_wait, quiet=json)
     if answered is not None and (answered.stopped or not answered.samples["samples"]):
         raise typer.Exit(emit(both(answered, Result(data={}, text="", exit_code=0)), as_json=json))
-    state = asyncio.run(_run(options, lambda: _engine(engine, server, spool, options, server_wait), quiet=json))
+    if engine == "sglang":
+        endpoints = read_endpoints(server, servers, spool)
+        engines = _sglang_engines(endpoints, options, request_timeout)
+    else:
+        engines = {engine: _embedded_engine(engine, options)}
+    watch = Watch(quiet=json, json_log=json_log, metrics_port=metrics_port)
+    state = asyncio.run(run_session(engines, options, watch))
     result = Result(data=state.report(), text=summary(state), exit_code=state.exit_code())
     raise typer.Exit(emit(both(answered, result), as_json=json))
 
 
-def _engine(name: str, server: str | None, spool: Path | None, options: ExtractOptions, wait_s: float) -> Engine:
-    if name == "sglang":
-        if server is None:
-            raise UsageError("--server is missing", "give the server's URL: --server http://127.0.0.1:30000")
-        if options.final_state != "post_norm":
-            what = f"a server gives the final state post_norm, not {options.final_state}"
-            raise UsageError(what, "leave --final out; `hsdump store export` converts it where needed")
-        from hsdump.engines.sglang_http import SglangEngine
+def _sglang_engines(endpoints: list[Endpoint], options: ExtractOptions, timeout_s: float) -> dict[str, Engine]:
+    if options.final_state != "post_norm":
+        what = f"a server gives the final state post_norm, not {options.final_state}"
+        raise UsageError(what, "leave --final out; `hsdump store export` converts it where needed")
+    from hsdump.engines.sglang_http import SglangEngine
 
-        key = os.environ.get("HSDUMP_API_KEY")
-        return SglangEngine(server, spool=spool, api_key=key, server_wait_s=wait_s)
-    if name == "transformers":
-        if options.model is None:
-            raise UsageError("--model is missing", "give the model folder: --engine transformers --model PATH")
-        from hsdump.engines.embedded import EmbeddedEngine
-
-        return EmbeddedEngine(options.model, layers=options.layers, final_state=options.final_state)
-    raise UsageError(f"--engine {name} is not known", "use sglang or transformers")
+    key = os.environ.get("HSDUMP_API_KEY")
+    return {
+        endpoint.url: SglangEngine(endpoint.url, spool=endpoint.spool, api_key=key, request_timeout_s=timeout_s)
+        for endpoint in endpoints
+    }
 
 
-async def _run(options: ExtractOptions, make_engine: object, *, quiet: bool) -> RunState:
-    assert callable(make_engine)
-    engine: Engine = make_engine()
-    try:
-        info: EngineInfo = await asyncio.to_thread(engine.handshake)
-        if not quiet:
-            typer.echo(greeting(info), err=True)
-        plan = make_plan(options, info)
-        writer_options = WriterOptions(shard_bytes=options.shard_bytes)
-        driver = Driver(
-            engine, plan, options, lambda: StoreWriter.open(options.out, plan.manifest, options=writer_options)
-        )
-        _stop_on_signals(driver)
-        with Display(driver.state, info.spool_max_bytes, quiet=quiet).shown() as display:
-            ticker = asyncio.create_task(_tick(display))
-            try:
-                return await driver.run()
-            except asyncio.CancelledError:  # the second Ctrl-C: the report still says what there is
-                return driver.state
-            finally:
-                ticker.cancel()
-    finally:
-        await engine.close()
+def _embedded_engine(name: str, options: ExtractOptions) -> Engine:
+    if name != "transformers":
+        raise UsageError(f"--engine {name} is not known", "use sglang or transformers")
+    if options.model is None:
+        raise UsageError("--model is missing", "give the model folder: --engine transformers --model PATH")
+    from hsdump.engines.embedded import EmbeddedEngine
 
-
-def _stop_on_signals(driver: Driver) -> None:
-    """The first Ctrl-C finishes what is in flight and commits; the second ends the run at once, still consistent."""
-    loop, main_task = asyncio.get_running_loop(), asyncio.current_task()
-
-    def on_signal() -> None:
-        if driver.state.stopped and main_task is not None:
-            main_task.cancel()
-        driver.stop("interrupted")
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-
-
-async def _tick(display: Display) -> None:
-    while True:
-        await asyncio.sleep(1.0)
-        display.tick()
+    return EmbeddedEngine(options.model, layers=options.layers, final_state=options.final_state)

@@ -5,7 +5,7 @@ Letters: S = tokens of one sample, H = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -69,8 +69,30 @@ class CaptureFailed(Exception):
         return f"{self.reason}: {self.detail}"
 
 
+class ServerAway(CaptureFailed):
+    """The server that ran this request is gone, which says nothing about the sample: no try of it is used up."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("server-away", detail, transient=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerLoad:
+    """What a server says about its work, ours included."""
+
+    running: int
+    """Requests that are generating. Ours never do: their prefill is all there is."""
+
+    waiting: int
+    """Requests in its queue."""
+
+
 class Engine(Protocol):
     """An engine that can run tokens and hand out states."""
+
+    @property
+    def lost(self) -> bool:
+        """Tell that the other end went away, so that nothing succeeds before `reconnect` did."""
 
     def handshake(self) -> EngineInfo:
         """Say what is on at the other end, or raise `ServerError` with the remedy."""
@@ -79,8 +101,29 @@ class Engine(Protocol):
         """Run one request.
 
         Raises:
+            ServerAway: the other end is gone; the request may be run elsewhere.
             CaptureFailed: this request failed; `transient` says whether another try may help.
         """
+
+    async def reconnect(self) -> EngineInfo:
+        """Shake hands again, once, with whatever answers now. No request may be on its way.
+
+        Raises:
+            HsdumpError: nothing that captures answers.
+        """
+
+    async def load(self) -> ServerLoad | None:
+        """Ask how busy the other end is; None where that cannot be said.
+
+        Raises:
+            ServerAway: no answer within some seconds.
+        """
+
+    def request_id(self, request: CaptureRequest) -> str:
+        """Name a request as the other end knows it; empty where it has no names."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Have the other end drop requests that nobody waits for. Best effort: it may have finished them."""
 
     async def close(self) -> None:
         """Let go of everything, entries of unfinished requests included."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,11 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest
+from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, ServerAway, ServerLoad
 from hsdump.engines.handover import HandOver
 from hsdump.engines.handshake import generate_body, handshake, server_facts
 from hsdump.engines.rows import Rows
-from hsdump.errors import HsdumpError, ServerError, SpoolError
+from hsdump.errors import ServerError, SpoolError
 from hsdump.locks import is_held
 from hsdump.schema import EngineInfo
 from hsdump.spool.names import Rid, new_run
@@ -34,8 +36,10 @@ TRANSIENT = frozenset(
 """Failure notes after which another try may succeed."""
 
 
-class EngineLost(ServerError):
-    """The server went away and did not come back in time, or came back as another one."""
+LOAD_WAIT_S = 10.0
+"""How long a server may take to say how busy it is. A stalled one answers nothing at all."""
+
+FORGET_EVERY_S = 1.0
 
 
 class SglangEngine:
@@ -48,25 +52,23 @@ class SglangEngine:
         spool: Path | None = None,
         api_key: str | None = None,
         request_timeout_s: float = 600.0,
-        server_wait_s: float = 120.0,
     ) -> None:
         """Args:
         url: base URL, such as `http://127.0.0.1:30000`.
         spool: the server's spool, when it cannot be found by itself.
         api_key: the server's `--api-key`.
         request_timeout_s: for one request, waiting in the server's queue included.
-        server_wait_s: how long to wait for a server that went away.
         """
         self.url = url.rstrip("/")
         self.run = new_run()
         self._spool = spool
-        self._server_wait_s = server_wait_s
         self._info: EngineInfo | None = None
         self._hand_over: HandOver | None = None
         self._lost = False
-        self._gone: EngineLost | None = None
-        self._reconnecting = asyncio.Lock()
+        self._looking = asyncio.Lock()
         self._abandoned: set[Rid] = set()
+        self._next_forget_s = 0.0
+        self._aborts: set[asyncio.Task[None]] = set()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(
@@ -82,32 +84,76 @@ class SglangEngine:
         self._info, self._hand_over = info, hand_over
         return info
 
+    @property
+    def lost(self) -> bool:
+        return self._lost
+
     async def capture(self, request: CaptureRequest) -> CapturedSample:
         """Run one request and take its entry.
 
         Raises:
+            ServerAway: the server is gone; `reconnect` first.
             CaptureFailed: this request failed.
-            EngineLost: the server is gone for good; nothing more can be captured.
         """
-        if self._lost:
-            await self._reconnect()
-        rid = _rid(self.run, request)
         hand_over = self._hand_over
-        assert hand_over is not None
+        if self._lost or hand_over is None:
+            raise ServerAway(f"{self.url} is away")
+        rid = _rid(self.run, request)
         hand_over.expect(rid)
+        answered = False
         try:
             meta = await self._send(rid, request)
+            answered = True
             rows = await self._wait_for_rows(hand_over, rid, int(meta.get("cached_tokens") or 0))
         except BaseException:
-            # The server may still publish it; a late entry must not fill the spool.
+            # The server may still publish it; a late entry must not fill the spool, nor a dead request the queue.
             self._abandoned.add(rid)
-            self._forget_abandoned()
+            if not answered and not self._lost:
+                self._abort_later(rid)
+            self._forget_abandoned(now=True)
             raise
         self._forget_abandoned()
         return self._as_sample(rows, request, meta)
 
+    def request_id(self, request: CaptureRequest) -> str:
+        return str(_rid(self.run, request))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See `Engine.abort`. SGLang drops requests of closed connections itself, but looks only every few seconds."""
+        for rid in request_ids:
+            with contextlib.suppress(httpx.HTTPError):
+                await self._http.post("/abort_request", json={"rid": rid}, timeout=LOAD_WAIT_S)
+
+    async def load(self) -> ServerLoad | None:
+        """Ask `/v1/loads`, which SGLang has from 0.5.11 on without any option; summed over data-parallel ranks."""
+        try:
+            response = await self._http.get("/v1/loads", params={"include": "core"}, timeout=LOAD_WAIT_S)
+            ranks = response.json()["loads"] if response.status_code == httpx.codes.OK else []
+            running = sum(int(rank["num_running_reqs"]) for rank in ranks)
+            waiting = sum(int(rank["num_waiting_reqs"]) for rank in ranks)
+        except httpx.HTTPError as error:
+            raise ServerAway(f"{self.url} does not say how busy it is ({error or type(error).__name__})") from error
+        except (ValueError, KeyError, TypeError):
+            return None
+        return ServerLoad(running=running, waiting=waiting) if ranks else None
+
+    async def reconnect(self) -> EngineInfo:
+        """Shake hands again with what answers at the URL now.
+
+        Raises:
+            ServerError, SpoolError: nothing that captures answers there.
+        """
+        if self._hand_over is not None:
+            hand_over, self._hand_over = self._hand_over, None
+            await asyncio.to_thread(hand_over.close)
+        info = await asyncio.to_thread(self.handshake)
+        self._lost = False
+        return info
+
     async def close(self) -> None:
         """Close connections (the server aborts what was running) and take this run's leftovers away."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=LOAD_WAIT_S)
         await self._http.aclose()
         if self._hand_over is not None:
             await asyncio.to_thread(self._hand_over.close)
@@ -124,7 +170,7 @@ class SglangEngine:
         except httpx.TimeoutException as error:
             raise CaptureFailed("timeout", f"no answer ({type(error).__name__})", transient=True) from error
         except httpx.TransportError as error:
-            self._lost = True
+            await self._raise_if_gone(error)
             raise CaptureFailed("connection-lost", str(error) or type(error).__name__, transient=True) from error
         if response.status_code != httpx.codes.OK:
             transient = response.status_code >= 500 or response.status_code == httpx.codes.TOO_MANY_REQUESTS
@@ -166,6 +212,8 @@ class SglangEngine:
             except SpoolError as error:
                 self._lost = True  # a damaged ring has no reader any more: shake hands again
                 raise CaptureFailed("damaged-entry", error.what, transient=True) from error
+            if self._lost:
+                raise ServerAway(f"{self.url} went away before the rows of {rid} were in")
             if time.monotonic() > deadline_s and cached_tokens:
                 raise CaptureFailed(
                     "prefix-cached",
@@ -200,43 +248,13 @@ class SglangEngine:
             raise CaptureFailed("wrong-tokens", found_ids, transient=True)
         return CapturedSample(token_ids=token_ids, states=states, release=release, meta=meta)
 
-    async def _reconnect(self) -> None:
-        """Wait for a server that went away, and make sure that it is the same one in every fact that matters."""
-        async with self._reconnecting:
-            if self._gone is not None:
-                raise self._gone  # the others need not wait for it once more
-            if not self._lost:
-                return
-            assert self._info is not None
-            if await asyncio.to_thread(self._is_still_there):
-                self._lost = False  # a connection broke, not the server; what is in flight goes on
-                return
-            before, deadline_s = self._info, time.monotonic() + self._server_wait_s
-            while True:
-                if self._hand_over is not None:
-                    await asyncio.to_thread(self._hand_over.close)
-                    self._hand_over = None
-                try:
-                    after = await asyncio.to_thread(self.handshake)
-                    break
-                except HsdumpError as error:
-                    if time.monotonic() > deadline_s:
-                        self._gone = EngineLost(
-                            f"the server at {self.url} went away and did not come back within "
-                            f"{self._server_wait_s:.0f} s: {error.what}",
-                            "start it again and run the same extract command: it goes on where it stopped",
-                        )
-                        raise self._gone from error
-                    await asyncio.sleep(0.5)
-            changed = [name for name in _IDENTITY if getattr(before, name) != getattr(after, name)]
-            if changed:
-                lines = [f"{name} was {getattr(before, name)}, is {getattr(after, name)}" for name in changed]
-                self._gone = EngineLost(
-                    f"another server answers at {self.url} now: {'; '.join(lines)}",
-                    "start the server as it was, or extract into a new store",
-                )
-                raise self._gone
-            self._lost = False
+    async def _raise_if_gone(self, error: Exception) -> None:
+        """Tell a server that died, which is nobody's fault, from a connection that broke."""
+        async with self._looking:  # one look for all whose connections broke at once
+            if not self._lost and not await asyncio.to_thread(self._is_still_there):
+                self._lost = True
+        if self._lost:
+            raise ServerAway(f"{self.url} went away ({error or type(error).__name__})") from error
 
     def _is_still_there(self) -> bool:
         """Tell whether the server that the handshake found is alive, its spool included."""
@@ -248,14 +266,18 @@ class SglangEngine:
             return False
         return any(is_held(lock) for lock in Path(self._info.spool_dir).glob("server-*.lock"))
 
-    def _forget_abandoned(self) -> None:
-        if self._hand_over is not None:
-            for rid in self._abandoned:
-                self._hand_over.forget(rid)
+    def _abort_later(self, rid: Rid) -> None:
+        task = asyncio.get_running_loop().create_task(self.abort([str(rid)]))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
-
-_IDENTITY = ("engine_version", "model_path", "model_class", "num_layers", "vocab_size", "shape")
-"""Facts that may not change under a run."""
+    def _forget_abandoned(self, *, now: bool = False) -> None:
+        """Drop late entries; each look costs some system calls, so not after every request."""
+        if self._hand_over is None or not (now or time.monotonic() > self._next_forget_s):
+            return
+        self._next_forget_s = time.monotonic() + FORGET_EVERY_S
+        for rid in self._abandoned:
+            self._hand_over.forget(rid)
 
 
 def _rid(run: str, request: CaptureRequest) -> Rid:

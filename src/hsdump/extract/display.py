@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
@@ -20,12 +21,17 @@ from hsdump.schema import EngineInfo
 
 LOG_EVERY_S = 30.0
 
+LISTED = 20
+"""Failures that the summary names."""
+
+SAID_AT_ONCE = frozenset({"server-away", "server-back", "server-refused", "stopped"})
+
 
 class Display:
     """A live panel on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, state: RunState, spool_limit: int | None, *, quiet: bool = False) -> None:
-        self._state, self._spool_limit = state, spool_limit
+    def __init__(self, state: RunState, *, quiet: bool = False) -> None:
+        self._state = state
         self._console = Console(stderr=True)
         self._live: Live | None = None
         self._quiet = quiet
@@ -48,6 +54,16 @@ class Display:
             self._next_line_s = time.monotonic() + LOG_EVERY_S
             sys.stderr.write(status_line(self._state) + "\n")
 
+    def on_event(self, kind: str, facts: dict[str, Any]) -> None:
+        """Say at once what a person has to know, above the panel or as a line of the log."""
+        if self._quiet or kind not in SAID_AT_ONCE:
+            return
+        text = f"hsdump: {kind}: {', '.join(str(value) for value in facts.values())}"
+        if self._live is not None:
+            self._live.console.print(Text(text, style="yellow"))
+        else:
+            sys.stderr.write(text + "\n")
+
     def _panel(self) -> RenderableType:
         state = self._state
         table = Table.grid(padding=(0, 2))
@@ -57,14 +73,32 @@ class Display:
         table.add_row("tokens", f"{state.tokens:,} at {_rate(state):,.0f}/s")
         table.add_row("written", f"{decimal(state.state_bytes)} at {decimal(int(state.state_bytes / state.seconds))}/s")
         table.add_row("left", _eta(state))
-        if self._spool_limit:
-            share = state.in_flight_bytes / self._spool_limit
-            table.add_row("spool", f"{decimal(state.in_flight_bytes)} of {decimal(self._spool_limit)} ({share:.0%})")
+        if state.disk_free is not None:
+            table.add_row("disk", f"{decimal(state.disk_free)} free")
         total = None if state.to_do is None else max(state.finished + state.to_do, 1)
         rows: list[RenderableType] = [ProgressBar(total=total, completed=state.finished, width=60), table]
+        rows.append(_servers(state))
         if state.failed or state.skipped:
             rows.append(Text(_reasons(state), style="yellow"))
         return Group(*rows)
+
+
+def _servers(state: RunState) -> RenderableType:
+    """One line a server: what it is doing for us, and how full its spool is."""
+    table = Table("server", "", "tokens/s", "in flight", "others", "spool", "", box=None, pad_edge=False)
+    for lane in state.lanes:
+        spool: RenderableType = ""
+        share = ""
+        if lane.spool_bytes:
+            spool = ProgressBar(total=lane.spool_bytes, completed=lane.in_flight_bytes, width=16)
+            share = f"{lane.in_flight_bytes / lane.spool_bytes:.0%}"
+        status = Text(lane.status, style="green" if lane.status == "up" else "red")
+        if lane.stepping_back:
+            status = Text("steps back", style="cyan")
+        rate = f"{lane.tokens / max(state.seconds, 1e-9):,.0f}"
+        flight = f"{lane.in_flight} ({lane.in_flight_tokens:,} tokens)"
+        table.add_row(lane.name, status, rate, flight, str(lane.others), spool, share)
+    return table
 
 
 def greeting(info: EngineInfo) -> str:
@@ -88,9 +122,11 @@ def greeting(info: EngineInfo) -> str:
 
 def status_line(state: RunState) -> str:
     """Say it in one line of plain text."""
+    away = [lane.name for lane in state.lanes if lane.status != "up"]
     return (
         f"hsdump: {state.committed} committed, {state.in_flight} in flight, {_total(state)} read, "
         f"{_rate(state):,.0f} tokens/s, {decimal(state.state_bytes)} written, {_eta(state)}{_reasons(state)}"
+        f"{' [not up: ' + ', '.join(away) + ']' if away else ''}"
     )
 
 
@@ -107,6 +143,16 @@ def summary(state: RunState) -> RenderableType:
         table.add_row(f"[red]failed: {reason}", f"{count}")
     for reason, count in sorted(state.skipped.items()):
         table.add_row(f"[yellow]skipped: {reason}", f"{count}")
+    for failure in state.failures[:LISTED]:
+        table.add_row(f"  {failure.source}", Text(f"{failure.reason}: {failure.detail}"[:200]))
+    if state.failed.total() > LISTED:
+        table.add_row("  more of them", "hsdump store ls --failed --limit 0 STORE")
+    if state.not_asked:
+        table.add_row("left out by --only", f"{state.not_asked}")
+    for name in state.unknown_ids:
+        table.add_row("[red]--only names what is not there", name)
+    if state.server_deaths:
+        table.add_row("requests whose server died", f"{state.server_deaths}, sent again")
     if state.retries:
         table.add_row("tries that failed and passed later", f"{state.retries}")
     if state.stopped:

@@ -4,87 +4,114 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
 
-from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, Engine
+from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, ServerAway
 from hsdump.errors import HsdumpError, InputError
-from hsdump.extract.budget import ByteBudget
-from hsdump.extract.plan import ExtractOptions, ExtractPlan, count_rows
+from hsdump.extract.disk import DiskGuard
+from hsdump.extract.events import Events
+from hsdump.extract.finite import first_non_finite
+from hsdump.extract.keeper import Keeper, request_ids
+from hsdump.extract.lanes import Cost, Fleet, Lane
+from hsdump.extract.only import Only
+from hsdump.extract.plan import ExtractOptions, ExtractPlan
 from hsdump.extract.state import RunState
-from hsdump.prompts import Skip, read_samples
+from hsdump.prompts import Skip
 from hsdump.samples import TokenSample
 from hsdump.spool.entry import entry_bytes
-from hsdump.store import StoreWriter
-
-T = TypeVar("T")
 
 READ_AHEAD = 64
 """Samples tokenized at a time in the reader thread."""
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
+TICK_S = 1.0
 
-SPOOL_SHARE = 0.9
-"""Of the server's limit, the part that this client uses, so that its own estimate is never refused."""
+SUSPECT_AFTER = 5
+"""Server deaths under a sample after which it is sent alone: one sample that kills servers must not take the others'
+time for ever, and only a death while nothing else was there convicts it."""
 
-EMBEDDED_BUDGET = 4 << 30
-"""Bytes in flight when there is no spool."""
+ALONE_DEATHS = 3
+
+NOT_THE_SAMPLES_FAULT = frozenset({"server-error", "timeout", "connection-lost", "bad-response", "no-entry"})
+"""Reasons that count towards a server's illness."""
+
+Rows = Iterator[TokenSample | Skip]
+
+
+@dataclass(slots=True)
+class _Job:
+    """One sample on its way."""
+
+    sample: TokenSample
+    cost: Cost
+    sends: int = 0
+    tries: int = 0
+    """Sends that count: those whose server did not die."""
+
+    deaths: int = 0
+    deaths_alone: int = 0
+    pause_s: float = FIRST_PAUSE_S
 
 
 class Driver:
-    """Runs samples through an engine into a store."""
+    """Runs samples through servers into a store."""
 
     def __init__(
-        self, engine: Engine, plan: ExtractPlan, options: ExtractOptions, open_store: Callable[[], StoreWriter]
+        self, fleet: Fleet, plan: ExtractPlan, options: ExtractOptions, keeper: Keeper, state: RunState, events: Events
     ) -> None:
-        """Args:
-        open_store: called once, in the thread that will do all of the store's work.
-        """
-        self._engine, self._plan, self._options, self._open_store = engine, plan, options, open_store
-        self._writer: StoreWriter
-        self._failed_before: frozenset[str] = frozenset()
-        self.state = RunState(rows_expected=count_rows(options.inputs), engine=plan.info)
-        spool_limit = plan.info.spool_max_bytes
-        self._budget = ByteBudget(int(spool_limit * SPOOL_SHARE) if spool_limit else EMBEDDED_BUDGET)
-        self._slots = asyncio.Semaphore(options.concurrency)
+        self._fleet, self._plan, self._options = fleet, plan, options
+        self._keeper, self.state, self._events = keeper, state, events
+        state.engine = plan.info
+        state.lanes = [lane.state for lane in fleet.lanes]
+        self._slots = asyncio.Semaphore(options.concurrency * len(fleet.lanes))
+        self._disk = DiskGuard(options.out, options.disk_reserve)
+        self._only = Only(options.only)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._unforeseen: BaseException | None = None
-        self._store_thread = ThreadPoolExecutor(1, "hsdump-store")
         self._reader_thread = ThreadPoolExecutor(1, "hsdump-reader")
-        self._uncommitted: dict[str, int] = {}
-        self._last_commit_s = time.monotonic()
 
     def stop(self, reason: str) -> None:
         """Admit nothing more; what is in flight is finished and committed."""
         if not self._stop.is_set():
             self.state.stopped = reason
             self._stop.set()
+            self._fleet.stop()
+            self._events("stopped", reason=reason)
 
-    async def run(self) -> RunState:
+    async def run(self, open_rows: Callable[[], Rows | AsyncIterator[TokenSample | Skip]]) -> RunState:
         """Go through the whole input, or as far as it gets; `state.stopped` and `state.error` say how it ended.
+
+        Args:
+            open_rows: called when the store is open. An iterator is read in a thread of its own.
 
         Raises:
             HsdumpError: the store cannot be opened; nothing was sent.
         """
         try:
-            self._writer = await self._in_store(self._open_store)
-            await self._run_to_end()
+            leftovers = await self._keeper.open()
+            await self._run_to_end(open_rows, request_ids(leftovers))
         finally:
-            self._store_thread.shutdown()
+            self._keeper.shut_down()
             self._reader_thread.shutdown(cancel_futures=True)
         if self._unforeseen is not None:
             raise self._unforeseen
         return self.state
 
-    async def _run_to_end(self) -> None:
-        self._failed_before = frozenset(await self._in_store(self._writer.failures))
-        timer = asyncio.create_task(self._commit_by_time())
+    async def _run_to_end(
+        self, open_rows: Callable[[], Rows | AsyncIterator[TokenSample | Skip]], dead_requests: Sequence[str]
+    ) -> None:
+        await self._fleet.abort(dead_requests)
+        self.state.aborted = len(dead_requests)
+        self._fleet.start()
+        timer = asyncio.create_task(self._tick())
         try:
-            await self._admit_all()
+            rows = open_rows()
+            await self._admit_all(rows if isinstance(rows, AsyncIterator) else self._ahead(rows))
             if self._tasks:
                 await asyncio.wait(self._tasks)
         except InputError as error:
@@ -96,63 +123,66 @@ class Driver:
                 task.cancel()
             await asyncio.gather(*self._tasks, timer, return_exceptions=True)
             try:
-                await self._in_store(self._commit)
-                await self._in_store(self._writer.close)
+                await self._keeper.close()
             except HsdumpError as error:
                 self._end_early(error)
+            self._events("ended", exit_code=self.state.exit_code(), stopped=self.state.stopped)
 
-    async def _commit_by_time(self) -> None:
-        """Commit what waits although nothing new arrives, as while a server is away."""
+    async def _tick(self) -> None:
         try:
             while True:
-                await asyncio.sleep(self._options.commit_s)
-                if self._uncommitted and time.monotonic() - self._last_commit_s > self._options.commit_s:
-                    await self._in_store(self._commit)
+                await asyncio.sleep(min(TICK_S, self._options.commit_s))
+                self.state.disk_free = self._disk.free()
+                await self._keeper.tick()
         except HsdumpError as error:
             self._end_early(error)
 
     def _end_early(self, error: HsdumpError) -> None:
-        """The engine, the store or the input is gone: nothing else will succeed either."""
+        """The servers, the store, the disk or the input are gone: nothing else will succeed either."""
         self.state.error = self.state.error or error
         self.stop(error.what)
 
-    async def _admit_all(self) -> None:
-        plan, loop = self._plan, asyncio.get_running_loop()
-        rows = read_samples(self._options.inputs, plan.renderer, plan.prompt_options)
-        while not self._stop.is_set():
-            batch = await loop.run_in_executor(self._reader_thread, _take, rows, READ_AHEAD)
-            if not batch:
-                self.state.input_done = True
-                return
+    async def _ahead(self, rows: Rows) -> AsyncIterator[TokenSample | Skip]:
+        loop = asyncio.get_running_loop()
+        while batch := await loop.run_in_executor(self._reader_thread, _take, rows, READ_AHEAD):
             for row in batch:
-                if self._stop.is_set():
-                    return
-                if isinstance(row, Skip):
-                    self.state.skipped[row.reason] += 1
-                    self.state.lost_rows += row.lost
-                    await self._in_store(self._writer.record_skip, row.source, row.reason, row.detail)
-                else:
-                    await self._admit(row)
+                yield row
+
+    async def _admit_all(self, rows: AsyncIterator[TokenSample | Skip]) -> None:
+        async for row in rows:
+            if self._stop.is_set():
+                return
+            if isinstance(row, Skip):
+                await self._keeper.skip(row)
+            else:
+                await self._admit(row)
+        self.state.input_done = not self._stop.is_set()
+        self.state.unknown_ids = self._only.not_found()
 
     async def _admit(self, sample: TokenSample) -> None:
-        """Start one sample as soon as a slot and room in the spool are free."""
+        """Start one sample as soon as a slot is free and the disk has room for it."""
         self.state.read += 1
-        if self._writer.is_committed(sample.key) or sample.key in self._uncommitted:
+        if not self._only.wants(sample):
+            self.state.not_asked += 1
+            return
+        if self._keeper.committed(sample.key):
             self.state.already += 1
             return
-        if sample.key in self._failed_before and not self._options.retry_failed:
+        if self._keeper.failed_before(sample.key) and not self._options.retry_failed:
             self.state.earlier_failures += 1
             return
         num_bytes = entry_bytes(self._plan.info.shape, len(sample.input_ids))
-        if num_bytes > self._budget.limit:
+        if num_bytes > self._fleet.largest:
             detail = (
-                f"{num_bytes} bytes, the spool takes {self._budget.limit} at once; raise hsdump serve --spool-bytes"
+                f"{num_bytes} bytes, the spool takes {self._fleet.largest} at once; raise hsdump serve --spool-bytes"
             )
-            await self._fail(sample, "larger-than-spool", detail, attempts=0)
+            await self._keeper.fail(sample, "larger-than-spool", detail, attempts=0)
             return
+        self._keeper.note(sample, "pending")
         await self._slots.acquire()
-        await self._budget.acquire(num_bytes)
-        task = asyncio.create_task(self._capture_one(sample, num_bytes))
+        self._disk.check(len(sample.input_ids) * self._plan.shape.bytes_per_token, self.state)
+        job = _Job(sample, Cost(len(sample.input_ids), num_bytes))
+        task = asyncio.create_task(self._work(job))
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
@@ -163,70 +193,120 @@ class Driver:
             self._unforeseen = self._unforeseen or error
             self.stop(f"{type(error).__name__}: {error}")
 
-    async def _capture_one(self, sample: TokenSample, num_bytes: int) -> None:
-        self.state.in_flight += 1
+    async def _work(self, job: _Job) -> None:
+        num_bytes = job.cost.num_tokens * self._plan.shape.bytes_per_token
         self.state.in_flight_bytes += num_bytes
         try:
-            await self._try_until_done(sample)
+            while await self._try(job):
+                if self._stop.is_set():
+                    break
+            else:
+                return
+            self._keeper.unnote(job.sample)  # it stays to do for the next run
         except HsdumpError as error:
+            self._keeper.unnote(job.sample)
             self._end_early(error)
+        except asyncio.CancelledError:
+            self._keeper.unnote(job.sample)
+            raise
         finally:
-            self.state.in_flight -= 1
             self.state.in_flight_bytes -= num_bytes
-            await self._budget.release(num_bytes)
             self._slots.release()
 
-    async def _try_until_done(self, sample: TokenSample) -> None:
-        pause_s = FIRST_PAUSE_S
-        for attempt in range(self._options.attempts):
-            request = CaptureRequest(key=sample.key, input_ids=sample.input_ids, attempt=attempt)
-            try:
-                captured = await self._engine.capture(request)
-            except CaptureFailed as failure:
-                if not failure.transient or attempt + 1 == self._options.attempts:
-                    await self._fail(sample, failure.reason, failure.detail, attempts=attempt + 1)
-                    return
-                if self._stop.is_set():
-                    return  # stays to do for the next run
-                self.state.retries += 1
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                continue
-            self.state.captured += 1
-            await self._in_store(self._keep, sample, captured, attempt + 1)
-            return
-
-    async def _fail(self, sample: TokenSample, reason: str, detail: str, *, attempts: int) -> None:
-        await self._in_store(lambda: self._writer.record_failure(sample, reason, detail, attempts=attempts))
-        self.state.failed[reason] += 1
-
-    def _keep(self, sample: TokenSample, captured: CapturedSample, attempts: int) -> None:
-        """Runs in the store thread: take the bytes over, give the spool's memory back, commit now and then."""
+    async def _try(self, job: _Job) -> bool:
+        """Send a sample once. True when it has to be sent again."""
+        alone = job.deaths >= SUSPECT_AFTER
+        lane = await self._fleet.take(job.cost, alone=alone)
+        if lane is None:
+            return True
         try:
-            states = [captured.states[index] for index in self._plan.columns]
-            added = self._writer.add(sample, states, attempts=attempts)
-        finally:
-            captured.release()
-        if added:
-            self._uncommitted[sample.key] = len(sample.input_ids)
+            await self._send(lane, job)
+        except ServerAway as away:
+            self._fleet.failed(lane, away.detail, ill=False)
+            failure: CaptureFailed = away
+        except CaptureFailed as other:
+            self._fleet.failed(lane, str(other), ill=other.reason in NOT_THE_SAMPLES_FAULT)
+            failure = other
         else:
-            self.state.already += 1  # an equal row was in flight at the same time
-        due = time.monotonic() - self._last_commit_s > self._options.commit_s
-        if due or self._writer.is_full:
-            self._commit()
+            return False
+        if isinstance(failure, ServerAway):
+            return await self._server_died(job, failure, alone=alone)
+        return await self._failed(job, failure)
 
-    def _commit(self) -> None:
-        """Runs in the store thread."""
-        for key in self._writer.commit():
-            num_tokens = self._uncommitted.pop(key)
-            self.state.committed += 1
-            self.state.tokens += num_tokens
-            self.state.state_bytes += num_tokens * self._plan.shape.bytes_per_token
-        self._last_commit_s = time.monotonic()
+    async def _send(self, lane: Lane, job: _Job) -> None:
+        """Send a sample and bring its states to the store. The lane is held until its spool has its memory back."""
+        request = CaptureRequest(key=job.sample.key, input_ids=job.sample.input_ids, attempt=job.sends)
+        self._keeper.note(job.sample, "sent", lane.engine.request_id(request), lane.state.name)
+        self.state.in_flight += 1
+        self.state.in_flight_tokens += job.cost.num_tokens
+        job.sends += 1
+        started_s = time.monotonic()
+        try:
+            try:
+                captured = await lane.engine.capture(request)
+            finally:
+                seconds = time.monotonic() - started_s
+            await self._keep(lane, job, captured)
+        finally:
+            self.state.in_flight -= 1
+            self.state.in_flight_tokens -= job.cost.num_tokens
+            self._fleet.give_back(lane, job.cost, seconds)
 
-    async def _in_store(self, function: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._store_thread, function, *args)
+    async def _keep(self, lane: Lane, job: _Job, captured: CapturedSample) -> None:
+        """Raises:
+        CaptureFailed: the states are not numbers.
+        """
+        shape = lane.info.shape if lane.info is not None else self._plan.info.shape
+        wrong = await asyncio.to_thread(first_non_finite, shape.names, captured.states, shape.dtype)
+        if wrong is not None:
+            captured.release()
+            raise CaptureFailed("not-finite", f"{wrong} is NaN or infinite", transient=False)
+        self._fleet.succeeded(lane, job.cost)
+        self.state.captured += 1
+        self._keeper.note(job.sample, "captured", server=lane.state.name)
+        await self._keeper.keep(job.sample, captured, job.tries + 1)
+
+    async def _server_died(self, job: _Job, away: ServerAway, *, alone: bool) -> bool:
+        self.state.server_deaths += 1
+        job.deaths += 1
+        job.deaths_alone += alone
+        if job.deaths_alone < ALONE_DEATHS:
+            return True
+        detail = f"{job.deaths} servers died with it, {job.deaths_alone} of them with nothing else to do: {away.detail}"
+        await self._keeper.fail(job.sample, "server-died", detail, attempts=job.sends)
+        self._check_failures()
+        return False
+
+    async def _failed(self, job: _Job, failure: CaptureFailed) -> bool:
+        job.tries += 1
+        if not failure.transient or job.tries >= self._options.attempts:
+            await self._keeper.fail(job.sample, failure.reason, failure.detail, attempts=job.tries)
+            self._check_failures()
+            return False
+        self.state.retries += 1
+        self._events("retried", key=job.sample.key, reason=failure.reason, detail=failure.detail, attempt=job.tries)
+        await self._pause(job.pause_s)
+        job.pause_s = min(2 * job.pause_s, LONGEST_PAUSE_S)
+        return True
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not longer than the run goes on."""
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([stopped], timeout=seconds)
+        stopped.cancel()
+
+    def _check_failures(self) -> None:
+        """Raises:
+        InputError: too many failures for this to be single samples' fault.
+        """
+        failed = self.state.failed.total()
+        if failed > self._options.max_failed:
+            worst, count = self.state.failed.most_common(1)[0]
+            raise InputError(
+                f"{failed} samples failed, more than --max-failed {self._options.max_failed}; {count} of them: {worst}",
+                "see hsdump store ls --failed, mend the cause, and run again with --retry-failed",
+            )
 
 
-def _take(rows: Iterator[TokenSample | Skip], count: int) -> list[TokenSample | Skip]:
+def _take(rows: Rows, count: int) -> list[TokenSample | Skip]:
     return list(islice(rows, count))

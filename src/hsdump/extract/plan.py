@@ -48,6 +48,27 @@ class ExtractOptions:
     commit_s: float = 30.0
     """Captured samples wait at most so long for their commit; a kill costs at most this much work."""
 
+    only: tuple[str, ...] = ()
+    """Rows' ids or keys to take; empty: all."""
+
+    max_failed: int = 1000
+    """More failed samples than this end the run: then it is not the samples."""
+
+    disk_reserve: int = 1 << 30
+    """Bytes of the disk that stay free; the run stops before."""
+
+    tokens_in_flight: int | None = None
+    """At each server; None: what concurrency and spool allow."""
+
+    max_rate: float | None = None
+    """Tokens a second over all servers."""
+
+    live_share: float = 0.25
+    """Of a server's time, what is taken while others use it; 1 takes no notice of them."""
+
+    server_wait_s: float = 120.0
+    """How long a run waits when no server is left."""
+
     prompts: PromptOptions = field(default_factory=PromptOptions)
     """How conversations become tokens; lengths and vocabulary are settled by the handshake."""
 

@@ -14,6 +14,48 @@ EXIT_SOME_FAILED = 3
 EXIT_STOPPED_EARLY = 4
 
 
+LISTED_FAILURES = 100
+"""Failures that a report names one by one; the index has all of them (`hsdump store ls --failed`)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LaneState:
+    """One server as the run sees it."""
+
+    name: str
+    status: str = "up"
+    """`up`, `away`, `stalled`, `refused` (another server answers at its URL)."""
+
+    detail: str = ""
+    in_flight: int = 0
+    in_flight_tokens: int = 0
+    in_flight_bytes: int = 0
+    spool_bytes: int | None = None
+    """Of the server's spool, what this run may fill."""
+
+    captured: int = 0
+    tokens: int = 0
+    """Of captured samples."""
+
+    others: int = 0
+    """Requests of others there, when it was last asked."""
+
+    stepping_back: bool = False
+    """Live traffic is there, and has the way."""
+
+    deaths: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class FailedSample:
+    """One line of the list at the end."""
+
+    key: str
+    source: str
+    reason: str
+    detail: str
+
+
 @dataclass(kw_only=True, slots=True)
 class RunState:
     """Counters of one run. Changed by the driver only; the display just reads them."""
@@ -39,7 +81,28 @@ class RunState:
 
     in_flight: int = 0
     in_flight_bytes: int = 0
+    in_flight_tokens: int = 0
     retries: int = 0
+    server_deaths: int = 0
+    """Requests whose server died under them. They cost their samples no try."""
+
+    not_asked: int = 0
+    """Samples that `--only` left out."""
+
+    unknown_ids: list[str] = field(default_factory=list)
+    """Of `--only`, what the input did not have."""
+
+    aborted: int = 0
+    """Requests of a dead run that were taken off the servers at the start."""
+
+    lanes: list[LaneState] = field(default_factory=list)
+    failures: list[FailedSample] = field(default_factory=list)
+    """The first ones of this run."""
+
+    disk_free: int | None = None
+    is_open: bool = False
+    """The store is open: from here on, this run may speak for it."""
+
     input_done: bool = False
     engine: EngineInfo | None = None
     """What the handshake found."""
@@ -67,7 +130,8 @@ class RunState:
     @property
     def finished(self) -> int:
         """Samples and rows of which nothing is left to do in this run."""
-        return self.already + self.earlier_failures + self.committed + self.failed.total() + self.skipped.total()
+        done = self.already + self.earlier_failures + self.committed + self.not_asked
+        return done + self.failed.total() + self.skipped.total()
 
     @property
     def to_do(self) -> int | None:
@@ -75,11 +139,16 @@ class RunState:
         total = self.read + self.skipped.total() if self.input_done else self.rows_expected
         return None if total is None else max(total - self.finished, 0)
 
+    def add_failure(self, failure: FailedSample) -> None:
+        self.failed[failure.reason] += 1
+        if len(self.failures) < LISTED_FAILURES:
+            self.failures.append(failure)
+
     def exit_code(self) -> int:
         """4 stopped early, 3 some samples failed or rows were lost, 0 all committed."""
         if self.stopped:
             return EXIT_STOPPED_EARLY
-        incomplete = self.failed or self.earlier_failures or self.lost_rows
+        incomplete = self.failed or self.earlier_failures or self.lost_rows or self.unknown_ids
         return EXIT_SOME_FAILED if incomplete else EXIT_ALL_COMMITTED
 
     def report(self) -> dict[str, object]:
@@ -94,9 +163,15 @@ class RunState:
             "failed_earlier": self.earlier_failures,
             "committed": self.committed,
             "failed": dict(self.failed),
+            "failures": [asdict(failure) for failure in self.failures],
             "skipped": dict(self.skipped),
             "lost_rows": self.lost_rows,
+            "not_asked": self.not_asked,
+            "unknown_ids": self.unknown_ids,
             "retries": self.retries,
+            "server_deaths": self.server_deaths,
+            "aborted_leftovers": self.aborted,
+            "servers": [asdict(lane) for lane in self.lanes],
             "tokens": self.tokens,
             "state_bytes": self.state_bytes,
             "seconds": round(self.seconds, 3),

@@ -23,6 +23,12 @@ from hsdump.store.manifest import FORMAT_VERSION, Manifest
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.sqlite"
 LOCK_NAME = "writer.lock"
+RUN_NAME = "run.json"
+"""What the run that writes the store, or wrote it last, says of itself; nothing depends on it."""
+
+REMOTE_NAME = "remote.json"
+"""Of a folder that is the local part of a store at a URL."""
+
 SHARDS_FOLDER = "shards"
 QUARANTINE_FOLDER = "quarantine"
 PARTIAL_SUFFIX = ".partial"
@@ -36,6 +42,10 @@ OWN_NAMES = frozenset(
         INDEX_NAME + "-shm",
         INDEX_NAME + "-journal",
         LOCK_NAME,
+        RUN_NAME,
+        REMOTE_NAME,
+        REMOTE_NAME + PARTIAL_SUFFIX,
+        INDEX_NAME + PARTIAL_SUFFIX,
         SHARDS_FOLDER,
         QUARANTINE_FOLDER,
     )

@@ -34,8 +34,14 @@ CREATE TABLE IF NOT EXISTS failures (
     detail TEXT NOT NULL, attempts INTEGER NOT NULL, at TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS skips (
     source TEXT NOT NULL, reason TEXT NOT NULL, detail TEXT NOT NULL, PRIMARY KEY (source, reason, detail));
+CREATE TABLE IF NOT EXISTS requests (
+    key TEXT PRIMARY KEY, source TEXT NOT NULL, num_tokens INTEGER NOT NULL, state TEXT NOT NULL,
+    request_id TEXT NOT NULL, server TEXT NOT NULL, at TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events (at TEXT NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL, detail TEXT NOT NULL);
 """
+
+DROPPED = "remote-drop:"
+"""Beginning of a name in `meta`, before the number of a shard."""
 
 SAMPLE_COLUMNS = "position, key, source, num_tokens, num_learned, attempts, shard, tensors, errors"
 
@@ -53,6 +59,23 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """UTC, ISO 8601."""
 
 
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample that is neither committed nor failed yet, as the writing run last noted it."""
+
+    key: str
+    source: str
+    num_tokens: int
+    state: str
+    """`pending` (read, waits for room), `sent` or `captured` (waits for its commit)."""
+
+    request_id: str
+    """As the server knows it; empty while pending."""
+
+    server: str
+    at: str
+    """UTC, ISO 8601."""
+
+
 class SkippedRow(msgspec.Struct, frozen=True, kw_only=True):
     """An input row that never became a sample."""
 
@@ -66,7 +89,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     """`partial-removed`, `shard-indexed`, `shard-quarantined`, `sample-lost`, `index-rebuilt`, `manifest-rebuilt`,
-    `manifest-quarantined`; by repairs `shard-repaired`, by `hsdump store rm` `samples-removed`.
+    `manifest-quarantined`, `remote-shard-indexed`, `remote-shard-ignored`, `index-restored`; by repairs `shard-repaired`, by `hsdump store rm` `samples-removed`.
     """
 
     subject: str
@@ -231,6 +254,27 @@ class Index:
         rows = self._rows("SELECT at, kind, subject, detail FROM events ORDER BY rowid")
         return [Event(at=at, kind=kind, subject=subject, detail=detail) for at, kind, subject, detail in rows]
 
+    def requests(self) -> list[RequestRow]:
+        """List the samples in between; empty for a store of an hsdump that did not keep them."""
+        if not self._rows("SELECT name FROM sqlite_master WHERE name = 'requests'"):
+            return []
+        names = ("key", "source", "num_tokens", "state", "request_id", "server", "at")
+        rows = self._rows(
+            "SELECT key, source, num_tokens, state, request_id, server, at FROM requests ORDER BY at, key"
+        )
+        return [RequestRow(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def dropped_remote(self) -> list[int]:
+        """List shards that were taken out and whose copies at the store's URL are to be deleted."""
+        rows = self._rows("SELECT name FROM meta WHERE name LIKE ?", DROPPED + "%")
+        return sorted(int(name.removeprefix(DROPPED)) for (name,) in rows)
+
+    def backup(self, path: Path) -> None:
+        """Write a copy of the whole index, as it is now."""
+        with self._lock, _translated(path), closing(sqlite3.connect(path)) as copy:
+            self._db.backup(copy)
+            copy.execute("PRAGMA journal_mode=DELETE")  # one file, readable where nothing can be written
+
     # Writing: inside `transaction`
 
     def set_meta(self, name: str, value: str) -> None:
@@ -261,16 +305,37 @@ class Index:
             if cursor.rowcount == 0:
                 known.append(record.key)
             self._db.execute("DELETE FROM failures WHERE key = ?", (record.key,))
+            self._db.execute("DELETE FROM requests WHERE key = ?", (record.key,))
         return known
 
-    def remove_shard(self, number: int) -> None:
-        """Forget a shard and its samples."""
+    def remove_shard(self, number: int, *, dropped_remote: bool = False) -> None:
+        """Forget a shard and its samples.
+
+        Args:
+            dropped_remote: its copy at the store's URL is to be deleted as soon as the index there is without it.
+        """
+        if dropped_remote:
+            self.set_meta(f"{DROPPED}{number}", "")
         self._db.execute("DELETE FROM samples WHERE shard = ?", (number,))
         self._db.execute("DELETE FROM shards WHERE number = ?", (number,))
+
+    def forget_dropped(self, numbers: Iterable[int]) -> None:
+        """The copies of these shards are gone."""
+        self._db.executemany("DELETE FROM meta WHERE name = ?", [(f"{DROPPED}{number}",) for number in numbers])
 
     def add_failure(self, failure: Failure) -> None:
         values = msgspec.structs.astuple(failure)
         self._db.execute("INSERT OR REPLACE INTO failures VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+        self._db.execute("DELETE FROM requests WHERE key = ?", (failure.key,))
+
+    def set_requests(self, rows: Iterable[RequestRow], gone: Iterable[str]) -> None:
+        """Note where samples are, and forget those that went back to the input."""
+        values = [msgspec.structs.astuple(row) for row in rows]
+        self._db.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+        self._db.executemany("DELETE FROM requests WHERE key = ?", [(key,) for key in gone])
+
+    def clear_requests(self) -> None:
+        self._db.execute("DELETE FROM requests")
 
     def add_skips(self, rows: Iterable[SkippedRow]) -> None:
         values = [(row.source, row.reason, row.detail) for row in rows]

@@ -1,0 +1,190 @@
+"""All of a run's work on its store, in one thread: taking states over, committing, noting where every sample is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from hsdump.engines.base import CapturedSample
+from hsdump.extract.events import Events
+from hsdump.extract.plan import ExtractOptions, ExtractPlan
+from hsdump.extract.state import FailedSample, RunState
+from hsdump.prompts import Skip
+from hsdump.samples import TokenSample
+from hsdump.store import StoreWriter
+from hsdump.store.index import RequestRow, utc_now
+
+T = TypeVar("T")
+
+
+class Keeper:
+    """The run's end of its store. Use from one event loop; everything slow happens in the store thread."""
+
+    def __init__(
+        self,
+        open_store: Callable[[], StoreWriter],
+        plan: ExtractPlan,
+        options: ExtractOptions,
+        state: RunState,
+        events: Events,
+    ) -> None:
+        """Args:
+        open_store: called once, in the thread that will do all of the store's work.
+        """
+        self._open_store, self._plan, self._options = open_store, plan, options
+        self._state, self._events = state, events
+        self._writer: StoreWriter
+        self._thread = ThreadPoolExecutor(1, "hsdump-store")
+        self._failed_before: frozenset[str] = frozenset()
+        self._uncommitted: dict[str, int] = {}
+        self._last_commit_s = time.monotonic()
+        self._notes: dict[str, RequestRow] = {}
+        self._gone: set[str] = set()
+
+    async def open(self) -> list[RequestRow]:
+        """Open the store.
+
+        Returns:
+            What a run that died had on its way.
+
+        Raises:
+            StoreError: the store cannot be opened.
+        """
+        self._writer = await self._do(self._open_store)
+        self._state.is_open = True
+        self._failed_before = frozenset(await self._do(self._writer.failures))
+        return await self._do(self._take_leftovers)
+
+    def committed(self, key: str) -> bool:
+        """Tell whether a sample is in the store, or will be with the next commit."""
+        return self._writer.is_committed(key) or key in self._uncommitted
+
+    def failed_before(self, key: str) -> bool:
+        return key in self._failed_before
+
+    def committed_keys(self) -> frozenset[str]:
+        return self._writer.committed
+
+    def note(self, sample: TokenSample, state: str, request_id: str = "", server: str = "") -> None:
+        """Note where a sample is; written down within a second or with the next commit."""
+        self._gone.discard(sample.key)
+        self._notes[sample.key] = RequestRow(
+            key=sample.key,
+            source=sample.source,
+            num_tokens=len(sample.input_ids),
+            state=state,
+            request_id=request_id,
+            server=server,
+            at=utc_now(),
+        )
+
+    def unnote(self, sample: TokenSample) -> None:
+        """Forget a sample that goes back to the input, for the next run."""
+        self._notes.pop(sample.key, None)
+        self._gone.add(sample.key)
+
+    async def keep(self, sample: TokenSample, captured: CapturedSample, attempts: int) -> None:
+        """Take the bytes over, give the spool's memory back, commit now and then.
+
+        Raises:
+            StoreError: the disk failed.
+        """
+        await self._do(lambda: self._keep(sample, captured, attempts))
+
+    async def fail(self, sample: TokenSample, reason: str, detail: str, *, attempts: int) -> None:
+        """Note durably that a sample has no states."""
+        await self._do(lambda: self._writer.record_failure(sample, reason, detail, attempts=attempts))
+        self._notes.pop(sample.key, None)
+        self._state.add_failure(FailedSample(key=sample.key, source=sample.source, reason=reason, detail=detail))
+        self._events("failed", key=sample.key, source=sample.source, reason=reason, detail=detail, attempts=attempts)
+
+    async def skip(self, row: Skip) -> None:
+        self._state.skipped[row.reason] += 1
+        self._state.lost_rows += row.lost
+        self._events("skipped", source=row.source, reason=row.reason, detail=row.detail)
+        await self._do(lambda: self._writer.record_skip(row.source, row.reason, row.detail))
+
+    async def tick(self) -> None:
+        """Commit what waits although nothing new arrives, as while a server is away; write the notes down.
+
+        Raises:
+            StoreError: the disk failed.
+        """
+        await self._do(self._tick)
+
+    async def close(self) -> None:
+        """Commit and let go of the store.
+
+        Raises:
+            StoreError: the disk failed; what was committed before is safe.
+        """
+        try:
+            await self._do(self._finish)
+        finally:
+            await self._do(self._writer.close)
+
+    def shut_down(self) -> None:
+        self._thread.shutdown()
+
+    def _take_leftovers(self) -> list[RequestRow]:
+        found = self._writer.index.requests()
+        if found:
+            with self._writer.index.transaction():
+                self._writer.index.clear_requests()
+        return found
+
+    def _keep(self, sample: TokenSample, captured: CapturedSample, attempts: int) -> None:
+        try:
+            states = [captured.states[index] for index in self._plan.columns]
+            added = self._writer.add(sample, states, attempts=attempts)
+        finally:
+            captured.release()
+        if added:
+            self._uncommitted[sample.key] = len(sample.input_ids)
+        else:
+            self._state.already += 1  # an equal row was in flight at the same time
+        if self._is_due() or self._writer.is_full:
+            self._commit()
+
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._last_commit_s > self._options.commit_s
+
+    def _tick(self) -> None:
+        if self._uncommitted and self._is_due():
+            self._commit()
+        self._write_notes()
+
+    def _finish(self) -> None:
+        self._commit()
+        self._write_notes()
+
+    def _commit(self) -> None:
+        keys = self._writer.commit()
+        tokens = 0
+        for key in keys:
+            tokens += (num_tokens := self._uncommitted.pop(key))
+            self._notes.pop(key, None)
+            self._state.committed += 1
+            self._state.tokens += num_tokens
+            self._state.state_bytes += num_tokens * self._plan.shape.bytes_per_token
+        self._last_commit_s = time.monotonic()
+        if keys:
+            self._events("committed", samples=len(keys), tokens=tokens, keys=keys)
+
+    def _write_notes(self) -> None:
+        notes, self._notes = self._notes, {}
+        gone, self._gone = self._gone, set()
+        if notes or gone:
+            with self._writer.index.transaction():
+                self._writer.index.set_requests(notes.values(), gone)
+
+    async def _do(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+
+def request_ids(rows: Iterable[RequestRow]) -> list[str]:
+    """Give the requests that a server may still have."""
+    return [row.request_id for row in rows if row.state == "sent" and row.request_id]

@@ -1,0 +1,346 @@
+"""The servers of a run. Each is a lane with budgets and luck of its own; the fleet finds one for every request.
+
+A lane whose server died is left out, and its requests go to the others. It is taken back when a server answers at its
+URL again, and only after another handshake found the same model, layers and release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+
+from hsdump.engines.base import Engine, ServerAway
+from hsdump.errors import HsdumpError, ServerError
+from hsdump.extract.events import Events
+from hsdump.extract.identity import model_digest
+from hsdump.extract.pace import Courtesy, TokenRate
+from hsdump.extract.state import LaneState
+from hsdump.schema import EngineInfo
+
+SPOOL_SHARE = 0.9
+"""Of the server's limit, the part that this client uses, so that its own estimate is never refused."""
+
+EMBEDDED_BUDGET = 4 << 30
+"""Bytes in flight when there is no spool."""
+
+SICK_AFTER = 8
+"""Requests that failed one after the other, no success between: the server is ill, not the samples. It is left alone
+until a handshake, which captures, succeeds."""
+
+LOOK_EVERY_S = 0.5
+STALLED_AFTER = 3
+"""Times in a row that a server did not say how busy it is."""
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 5.0
+
+IDENTITY = ("engine", "engine_version", "model_class", "num_layers", "vocab_size", "shape")
+"""Facts that must be the same on all servers of a run, and may not change under it."""
+
+
+class ServersLost(ServerError):
+    """No server is left that could take a request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetLimits:
+    """How much is on its way at a time, and how long a server may be away."""
+
+    concurrency: int = 16
+    """Requests in flight at each server."""
+
+    tokens: int | None = None
+    """Tokens in flight at each server; a longer sample goes alone."""
+
+    max_rate: float | None = None
+    """Tokens a second over all servers."""
+
+    live_share: float = 0.25
+    """See `Courtesy`."""
+
+    server_wait_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one request takes of a server."""
+
+    num_tokens: int
+    num_bytes: int
+    """In the spool."""
+
+
+def model_differences(expected: EngineInfo, found: EngineInfo) -> list[str]:
+    """Name the facts in which two servers differ so that their states may not be mixed. Paths may differ when the files
+    are the same.
+    """
+    changed = [
+        f"{name} was {getattr(expected, name)}, is {getattr(found, name)}"
+        for name in IDENTITY
+        if getattr(expected, name) != getattr(found, name)
+    ]
+    digests = [model_digest(info.model_path) for info in (expected, found)]
+    if digests[0] != digests[1] or ("unknown" in digests and expected.model_path != found.model_path):
+        changed.append(
+            f"model was {expected.model_path} (digest {digests[0]}), is {found.model_path} (digest {digests[1]})"
+        )
+    return changed
+
+
+class Lane:
+    """One server."""
+
+    def __init__(self, name: str, engine: Engine, info: EngineInfo | None, limits: FleetLimits) -> None:
+        """Args:
+        info: None for a server that does not answer yet.
+        """
+        self.engine, self.info = engine, info
+        self.state = LaneState(name=name)
+        self.courtesy = Courtesy(limits.live_share)
+        self._limits = limits
+        self.reserved = False
+        self.away_since_s: float | None = None
+        self.problem: HsdumpError | None = None
+        self.failures_in_a_row = 0
+        self._set_budget()
+
+    @property
+    def budget(self) -> int:
+        return self.state.spool_bytes or EMBEDDED_BUDGET
+
+    def came_back(self, info: EngineInfo) -> None:
+        self.info, self.problem, self.away_since_s, self.failures_in_a_row = info, None, None, 0
+        self.state.status, self.state.detail = "up", ""
+        self._set_budget()
+
+    def went(self, status: str, detail: str) -> None:
+        self.state.status, self.state.detail = status, detail
+        if self.away_since_s is None:
+            self.away_since_s = time.monotonic()
+
+    def has_room(self, cost: Cost) -> bool:
+        state, limit = self.state, self._limits.tokens
+        if state.in_flight >= self._limits.concurrency or state.in_flight_bytes + cost.num_bytes > self.budget:
+            return False
+        return limit is None or not state.in_flight or state.in_flight_tokens + cost.num_tokens <= limit
+
+    def begin(self, cost: Cost) -> None:
+        self.state.in_flight += 1
+        self.state.in_flight_tokens += cost.num_tokens
+        self.state.in_flight_bytes += cost.num_bytes
+
+    def end(self, cost: Cost) -> None:
+        self.state.in_flight -= 1
+        self.state.in_flight_tokens -= cost.num_tokens
+        self.state.in_flight_bytes -= cost.num_bytes
+
+    def _set_budget(self) -> None:
+        if self.info is not None and self.info.spool_max_bytes:
+            self.state.spool_bytes = int(self.info.spool_max_bytes * SPOOL_SHARE)
+
+
+class Fleet:
+    """All lanes. Use from one event loop."""
+
+    def __init__(self, lanes: Sequence[Lane], reference: EngineInfo, limits: FleetLimits, events: Events) -> None:
+        """Args:
+        reference: what every server must be.
+        """
+        self.lanes, self._reference, self._limits, self._events = lanes, reference, limits, events
+        self._rate = TokenRate(limits.max_rate)
+        self._turn = asyncio.Lock()
+        self._pulse = asyncio.Event()
+        self._stopped = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def largest(self) -> int:
+        """Bytes that the roomiest spool takes at once."""
+        return max(lane.budget for lane in self.lanes if lane.info is not None)
+
+    def start(self) -> None:
+        """Begin to look at the servers now and then."""
+        for lane in self.lanes:
+            self._spawn(self._watch(lane))
+            if lane.info is None:
+                lane.went("away", "it did not answer at the start")
+                self._spawn(self._bring_back(lane))
+
+    def stop(self) -> None:
+        """Give out no lane any more."""
+        self._stopped = True
+        self._notify()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(lane.engine.close() for lane in self.lanes))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Take requests of a dead run off whichever server has them."""
+        up = [lane for lane in self.lanes if lane.state.status == "up" and lane.info is not None]
+        await asyncio.gather(*(lane.engine.abort(request_ids) for lane in up))
+
+    async def take(self, cost: Cost, *, alone: bool = False) -> Lane | None:
+        """Wait for a server with room, first come first served; None when the run is being stopped.
+
+        Args:
+            alone: nothing else may be on its way there meanwhile.
+
+        Raises:
+            ServersLost: there is none left.
+        """
+        async with self._turn:
+            while not self._stopped:
+                lane, wait_s = self._pick(cost, alone)
+                if lane is not None:
+                    lane.reserved = alone
+                    lane.begin(cost)
+                    self._rate.spend(cost.num_tokens)
+                    return lane
+                await self._wait(wait_s)
+            return None
+
+    def give_back(self, lane: Lane, cost: Cost, seconds: float) -> None:
+        """Note that a request is over, one way or the other."""
+        lane.end(cost)
+        lane.reserved = False
+        lane.courtesy.finished(seconds)
+        self._notify()
+
+    def succeeded(self, lane: Lane, cost: Cost) -> None:
+        lane.failures_in_a_row = 0
+        lane.state.captured += 1
+        lane.state.tokens += cost.num_tokens
+
+    def failed(self, lane: Lane, detail: str, *, ill: bool) -> None:
+        """Note a failure; `ill` when it may be the server's."""
+        lane.failures_in_a_row += ill
+        if lane.state.status not in ("up", "stalled"):
+            return
+        if lane.engine.lost:
+            lane.state.deaths += 1
+        elif lane.failures_in_a_row < SICK_AFTER:
+            return
+        lane.went("away", detail)
+        self._events("server-away", server=lane.state.name, detail=detail)
+        self._spawn(self._bring_back(lane))
+        self._notify()
+
+    def _pick(self, cost: Cost, alone: bool) -> tuple[Lane | None, float]:
+        """Give the lane with the fewest tokens on their way, or how long nothing can change by itself."""
+        up = [lane for lane in self.lanes if lane.state.status == "up"]
+        if not up:
+            self._raise_if_lost()
+            return None, 0.5
+        wait_s = self._rate.wait_s()
+        if wait_s:
+            return None, wait_s
+        soonest = 60.0
+        fitting = []
+        for lane in up:
+            if lane.reserved or not lane.has_room(cost) or (alone and lane.state.in_flight):
+                continue
+            lane_wait_s = lane.courtesy.wait_s(lane.state.in_flight)
+            soonest = min(soonest, lane_wait_s or soonest)
+            if not lane_wait_s:
+                fitting.append(lane)
+        return min(fitting, key=lambda lane: lane.state.in_flight_tokens, default=None), soonest
+
+    def _raise_if_lost(self) -> None:
+        now_s = time.monotonic()
+        waiting = [
+            lane
+            for lane in self.lanes
+            if lane.state.status != "refused" and now_s - (lane.away_since_s or now_s) <= self._limits.server_wait_s
+        ]
+        if waiting:
+            return
+        refused = next((lane.problem for lane in self.lanes if lane.state.status == "refused"), None)
+        if refused is not None:
+            raise refused
+        what = "; ".join(f"{lane.state.name}: {_reason(lane)}" for lane in self.lanes)
+        raise ServersLost(
+            f"{what}; away for more than {self._limits.server_wait_s:.0f} s",
+            "start the server again and run the same extract command: it goes on where it stopped",
+        )
+
+    async def _bring_back(self, lane: Lane) -> None:
+        """Shake hands again and again, until the same server answers."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            if lane.state.in_flight == 0:
+                try:
+                    info = await lane.engine.reconnect()
+                except HsdumpError as error:
+                    lane.problem = error
+                else:
+                    if self._take_back(lane, info):
+                        return
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+
+    def _take_back(self, lane: Lane, info: EngineInfo) -> bool:
+        changed = model_differences(self._reference, info)
+        if not changed:
+            lane.came_back(info)
+            self._events("server-back", server=lane.state.name)
+            self._notify()
+            return True
+        if lane.state.status != "refused":
+            lane.problem = ServerError(
+                f"another server answers at {lane.state.name} now: {'; '.join(changed)}",
+                "start the server as it was, or extract into a new store",
+            )
+            lane.went("refused", lane.problem.what)
+            self._events("server-refused", server=lane.state.name, detail=lane.problem.what)
+            self._notify()
+        return False
+
+    async def _watch(self, lane: Lane) -> None:
+        """Ask a server now and then how busy it is."""
+        silent = 0
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if lane.state.status not in ("up", "stalled"):
+                continue
+            try:
+                load = await lane.engine.load()
+            except ServerAway as error:
+                silent += 1
+                if lane.engine.lost:
+                    self.failed(lane, error.detail, ill=False)
+                elif silent == STALLED_AFTER:
+                    lane.went("stalled", error.detail)
+                    self._events("server-away", server=lane.state.name, detail=f"stalled: {error.detail}")
+                continue
+            silent = 0
+            if lane.state.status == "stalled" and lane.info is not None:
+                lane.came_back(lane.info)
+                self._events("server-back", server=lane.state.name)
+            if load is not None:
+                lane.courtesy.see(load, lane.state.in_flight)
+                lane.state.others, lane.state.stepping_back = lane.courtesy.others, lane.courtesy.is_live
+            self._notify()
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _notify(self) -> None:
+        self._pulse.set()
+        self._pulse = asyncio.Event()
+
+    async def _wait(self, seconds: float) -> None:
+        """Sleep until something changed, at most so long."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._pulse.wait(), seconds)
+
+
+def _reason(lane: Lane) -> str:
+    return lane.problem.what if lane.problem is not None else lane.state.detail

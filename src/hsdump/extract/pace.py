@@ -1,0 +1,95 @@
+"""Being polite: a token rate that is not exceeded, and stepping back while others use the server.
+
+Both go by the monotonic clock; a wall clock that jumps changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hsdump.engines.base import ServerLoad
+
+BURST_S = 1.0
+"""Unused allowance is kept for so long; more would let a rate be broken after every pause."""
+
+LIVE_HOLD_S = 3.0
+"""Others count as present so long after they were last seen: short requests come and go between two looks."""
+
+QUEUE_PATIENCE_S = 10.0
+"""While others wait in the server's queue nothing is sent, but not for ever: one request each such time."""
+
+
+class TokenRate:
+    """At most so many tokens a second, over all servers of a run; a sample may overdraw, and the next ones wait."""
+
+    def __init__(self, tokens_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._clock = tokens_per_s, clock
+        self._allowance, self._at_s = (tokens_per_s or 0.0) * BURST_S, clock()
+
+    def wait_s(self) -> float:
+        """Give the seconds until the next sample may be sent, 0 for now."""
+        if self._rate is None:
+            return 0.0
+        now_s = self._clock()
+        self._allowance = min(self._allowance + (now_s - self._at_s) * self._rate, self._rate * BURST_S)
+        self._at_s = now_s
+        return max(-self._allowance / self._rate, 0.0)
+
+    def spend(self, num_tokens: int) -> None:
+        self._allowance -= num_tokens
+
+
+class Courtesy:
+    """What one server has left for us.
+
+    While others are there, one request of ours is on its way at a time, and after it took t seconds none follows for
+    t x (1/share - 1): whatever a sample costs this server, it costs it at most `share` of the time. That needs no
+    knowledge of the server's speed.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Args:
+        share: of the server's time, in 0..1; 1 never steps back.
+        """
+        self._share, self._clock = share, clock
+        self._live_until_s = self._queued_since_s = 0.0
+        self._not_before_s = 0.0
+        self.others = 0
+        """Requests of others when the server was last asked."""
+
+    @property
+    def is_live(self) -> bool:
+        return self._share < 1 and self._clock() < self._live_until_s
+
+    def see(self, load: ServerLoad, ours: int) -> None:
+        """Take note of what the server said, `ours` being our own requests there."""
+        now_s = self._clock()
+        # Ours never generate, so what runs is others'; of those that wait, ours are the first guess.
+        queued = max(load.waiting - ours, 0)
+        self.others = load.running + queued
+        if self.others:
+            self._live_until_s = now_s + LIVE_HOLD_S
+        if not queued:
+            self._queued_since_s = 0.0
+        elif not self._queued_since_s:
+            self._queued_since_s = now_s
+
+    def finished(self, seconds: float) -> None:
+        """Take note that a request of ours took so long."""
+        if self.is_live:
+            self._not_before_s = self._clock() + seconds * (1 / self._share - 1)
+
+    def wait_s(self, in_flight: int) -> float:
+        """Give the seconds until another request may be sent, 0 for now."""
+        if not self.is_live:
+            return 0.0
+        now_s = self._clock()
+        if in_flight:
+            return LIVE_HOLD_S
+        wait_s = max(self._not_before_s - now_s, 0.0)
+        if self._queued_since_s:
+            wait_s = max(wait_s, self._queued_since_s + QUEUE_PATIENCE_S - now_s)
+            if wait_s <= 0:
+                self._queued_since_s = now_s  # one now, the next after the same patience
+        return max(wait_s, 0.0)
