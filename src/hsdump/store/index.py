@@ -88,8 +88,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that a recovery or repair did."""
 
     kind: str
-    """`partial-removed`, `shard-indexed`, `shard-quarantined`, `sample-lost`, `index-rebuilt`, `manifest-rebuilt`,
-    `manifest-quarantined`, `remote-shard-indexed`, `remote-shard-ignored`, `index-restored`; by repairs `shard-repaired`, by `hsdump store rm` `samples-removed`.
+    """`partial-removed`, `shard-indexed`, `shard-quarantined`, `sample-lost`, `index-rebuilt`, `index-restored`,
+    `manifest-rebuilt`, `manifest-quarantined`, `remote-shard-indexed`, `remote-shard-ignored`; by repairs
+    `shard-repaired`, by `hsdump store rm` `samples-removed`.
     """
 
     subject: str

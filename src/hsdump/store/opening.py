@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hsdump.errors import StoreError, StoreMismatch
 from hsdump.store import recovery
+from hsdump.store.attach import Attached, RemoteOptions
 from hsdump.store.format import LOCK_NAME, MANIFEST_NAME, OWN_NAMES, SHARDS_FOLDER
 from hsdump.store.fs import Fs
 from hsdump.store.index import Event, Index
@@ -27,12 +28,15 @@ class OpenedStore:
     events: list[Event]
     """What had to be put in order."""
 
+    attached: Attached | None
+    """The store's URL, where it has one."""
+
     def close(self) -> None:
         self.index.close()
         self.lock.release()
 
 
-def open_store(path: Path, manifest: Manifest | None, fs: Fs) -> OpenedStore:
+def open_store(path: Path, manifest: Manifest | None, fs: Fs, remote: RemoteOptions) -> OpenedStore:
     """Lock a store, recover it, and refuse it if it is another one.
 
     Args:
@@ -41,14 +45,16 @@ def open_store(path: Path, manifest: Manifest | None, fs: Fs) -> OpenedStore:
     Raises:
         StoreError: the folder cannot be written, holds something else, or (without a manifest) is no store.
         StoreBusy: another process writes it.
-        StoreMismatch: it was made with other facts.
+        StoreMismatch: it was made with other facts, or belongs to another URL.
+        RemoteError: its URL cannot be reached.
     """
     if manifest is None and not (path / SHARDS_FOLDER).is_dir():
         raise StoreError(f"{path} is not a store", "name the folder that `hsdump extract --out` wrote")
     lock = _take_folder(path, fs)
     try:
         with disk_errors(path):
-            return _recover(path, manifest, fs, lock)
+            attached = Attached.open(path, remote, fs)
+            return _recover(path, manifest, fs, lock, attached)
     except BaseException:
         lock.release()
         raise
@@ -65,8 +71,10 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise StoreError(what, fix) from error
 
 
-def _recover(path: Path, manifest: Manifest | None, fs: Fs, lock: WriterLock) -> OpenedStore:
+def _recover(path: Path, manifest: Manifest | None, fs: Fs, lock: WriterLock, attached: Attached | None) -> OpenedStore:
     events: list[Event] = []
+    if attached is not None:
+        attached.restore_manifest(fs)
     stored = recovery.load_manifest(path, fs, events)
     if stored is None:
         if manifest is None:
@@ -75,13 +83,15 @@ def _recover(path: Path, manifest: Manifest | None, fs: Fs, lock: WriterLock) ->
         stored = manifest
     if manifest is not None:
         _refuse_other(path, stored, manifest)
-    index = recovery.open_index(path, stored, fs, events)
+    if attached is not None:
+        attached.agree_on(stored)
+    index = recovery.open_index(path, stored, fs, events, attached)
     try:
-        recovery.recover(path, index, stored, fs, events)
+        recovery.recover(path, index, stored, fs, events, attached)
     except BaseException:
         index.close()
         raise
-    return OpenedStore(path=path, manifest=stored, index=index, lock=lock, events=events)
+    return OpenedStore(path=path, manifest=stored, index=index, lock=lock, events=events, attached=attached)
 
 
 def _take_folder(path: Path, fs: Fs) -> WriterLock:

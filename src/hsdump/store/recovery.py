@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from hsdump.errors import StoreCorrupt, StoreMismatch
+from hsdump.store.attach import Attached
 from hsdump.store.format import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -85,8 +86,10 @@ def load_manifest(store: Path, fs: Fs, events: list[Event]) -> Manifest | None:
     return None
 
 
-def open_index(store: Path, manifest: Manifest, fs: Fs, events: list[Event]) -> Index:
-    """Open the index, or a new one where the old one is gone, damaged or of another data set."""
+def open_index(store: Path, manifest: Manifest, fs: Fs, events: list[Event], attached: Attached | None = None) -> Index:
+    """Open the index, or a new one where the old one is gone, damaged or of another data set: the one that was last
+    published, where the store has a URL.
+    """
     path = store / INDEX_NAME
     problem: str | None = None if path.exists() else "it was missing"
     if not problem:
@@ -103,15 +106,21 @@ def open_index(store: Path, manifest: Manifest, fs: Fs, events: list[Event]) -> 
         leftover = path.with_name(path.name + suffix)
         if leftover.exists():
             quarantine(store, leftover, problem, fs)
+    restored = attached is not None and attached.restore_index(fs)
     index = Index.create_or_open(path, fs)
-    if list_shards(store):
+    if restored:
+        detail = f"{problem}; failures and skips since the last publication are gone"
+        events.append(Event(kind="index-restored", subject=INDEX_NAME, detail=detail))
+    elif list_shards(store):
         detail = f"{problem}; failures and skips that only it knew are gone"
         events.append(Event(kind="index-rebuilt", subject=INDEX_NAME, detail=detail))
     return index
 
 
-def recover(store: Path, index: Index, manifest: Manifest, fs: Fs, events: list[Event]) -> None:
-    """Make shards and index agree."""
+def recover(
+    store: Path, index: Index, manifest: Manifest, fs: Fs, events: list[Event], attached: Attached | None = None
+) -> None:
+    """Make shards and index agree. A shard that is at the store's URL need not be in the folder."""
     _remove_partials(store, fs, events)
     on_disk = list_shards(store)
     indexed = {shard.number: shard for shard in index.shards()}
@@ -120,11 +129,19 @@ def recover(store: Path, index: Index, manifest: Manifest, fs: Fs, events: list[
         if found == shard.num_bytes:
             continue
         reason = "its file is gone" if found is None else f"it has {found} bytes instead of {shard.num_bytes}"
+        if attached is not None and attached.has(number, shard.num_bytes):
+            if found is not None:
+                quarantine(store, on_disk.pop(number), reason, fs)
+                detail = f"{reason}; the one at {attached.part.url} is used"
+                events.append(Event(kind="shard-quarantined", subject=shard_name(number), detail=detail))
+            continue
         drop_shard(store, index, number, reason, fs, events)
         on_disk.pop(number, None)
     for number, path in on_disk.items():
         if number not in indexed:
             _adopt(store, index, path, manifest, fs, events)
+    if attached is not None:
+        attached.adopt_unknown(index, set(on_disk), manifest, events)
     with index.transaction():
         index.set_up(manifest.digest)
         for event in events:
@@ -181,9 +198,11 @@ def _make_durable(path: Path) -> None:
             os.close(fd)
 
 
-def next_shard_number(store: Path, index: Index) -> int:
-    """Give a number that no shard has had, those in quarantine included."""
+def next_shard_number(store: Path, index: Index, attached: Attached | None = None) -> int:
+    """Give a number that no shard has had, those in quarantine and at the store's URL included."""
     numbers = [*list_shards(store), *(shard.number for shard in index.shards())]
+    if attached is not None:
+        numbers += attached.shards
     folder = store / QUARANTINE_FOLDER
     if folder.is_dir():
         set_apart = (shard_number(path.name.rpartition("-")[2]) for path in folder.iterdir())

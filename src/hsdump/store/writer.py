@@ -21,15 +21,16 @@ from hsdump.arrays import StateArray
 from hsdump.errors import StoreError
 from hsdump.samples import TokenSample
 from hsdump.store import recovery
+from hsdump.store.attach import RemoteOptions
 from hsdump.store.codecs import Encoded, check_codec
 from hsdump.store.encoding import SampleEncoder
 from hsdump.store.format import SHARDS_FOLDER, SampleRecord, shard_path
 from hsdump.store.fs import Fs
-from hsdump.store.index import Event, Failure, Index, SkippedRow, utc_now
-from hsdump.store.lock import WriterLock
+from hsdump.store.index import Event, Failure, SkippedRow, utc_now
 from hsdump.store.manifest import Manifest
 from hsdump.store.opening import OpenedStore, disk_errors, open_store
 from hsdump.store.shard_writer import ShardWriter
+from hsdump.store.upload import Uploader
 
 SKIPS_AT_ONCE = 1000
 
@@ -49,6 +50,9 @@ class WriterOptions:
     fs: Fs = field(default_factory=Fs)
     """Where disk operations go; tests break it."""
 
+    remote: RemoteOptions = field(default_factory=RemoteOptions)
+    """A URL that shards go to, for a store that is to have one. One that has it already goes on with it."""
+
 
 @final
 class StoreWriter:
@@ -56,19 +60,20 @@ class StoreWriter:
     `is_known` may be asked from any.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, index: Index, lock: WriterLock, options: WriterOptions) -> None:
+    def __init__(self, opened: OpenedStore, options: WriterOptions) -> None:
         """Use `open`."""
+        path, manifest, index = opened.path, opened.manifest, opened.index
         self.path, self.manifest = path, manifest
-        self.recovered: list[Event] = []
+        self.recovered: list[Event] = opened.events
         """What `open` had to put in order."""
 
         self.index, self.fs = index, options.fs
-        self._lock, self._options = lock, options
+        self._lock, self._options = opened.lock, options
         self._committed = set(index.keys())
         self._pending: set[str] = set()
         self._shards: list[ShardWriter] = []
         self._skips: list[SkippedRow] = []
-        self._next_number = recovery.next_shard_number(path, index)
+        self._next_number = recovery.next_shard_number(path, index, opened.attached)
         self._broken: str | None = None
         self._closed = False
         self._encoder = SampleEncoder(manifest, options.codec_threads)
@@ -77,6 +82,7 @@ class StoreWriter:
 
         self._committer: ThreadPoolExecutor | None = None
         self._under_way: Future[list[str]] | None = None
+        self._uploader = Uploader(opened.attached, index, options.fs) if opened.attached else None
 
     @classmethod
     def open(cls, path: Path, manifest: Manifest, *, options: WriterOptions | None = None) -> StoreWriter:
@@ -89,16 +95,15 @@ class StoreWriter:
         """
         check_codec(manifest.codec)
         options = options or WriterOptions()
-        return cls._of(open_store(Path(path), manifest, options.fs), options)
+        return cls._of(open_store(Path(path), manifest, options.fs, options.remote), options)
 
     @classmethod
     def _of(cls, opened: OpenedStore, options: WriterOptions) -> StoreWriter:
         try:
-            writer = cls(opened.path, opened.manifest, opened.index, opened.lock, options)
+            writer = cls(opened, options)
         except BaseException:
             opened.close()
             raise
-        writer.recovered = opened.events
         return writer
 
     @classmethod
@@ -109,7 +114,7 @@ class StoreWriter:
             StoreError, StoreBusy: as `open`.
         """
         options = options or WriterOptions()
-        return cls._of(open_store(Path(path), None, options.fs), options)
+        return cls._of(open_store(Path(path), None, options.fs, options.remote), options)
 
     def is_known(self, key: str) -> bool:
         """Tell whether a sample is committed or waits for `commit`."""
@@ -258,7 +263,6 @@ class StoreWriter:
 
     def _finish(self, shards: list[ShardWriter], replaced: tuple[int, Event] | None) -> list[str]:
         """Runs in the caller's thread or in the committer; never in both at once."""
-        self._check_usable()
         with self._all_or_broken():
             headers = [shard.finish() for shard in shards]
             self.fs.sync_folder(self.path / SHARDS_FOLDER)
@@ -268,7 +272,7 @@ class StoreWriter:
                     recovery.quarantine(self.path, old, replaced[1].detail, self.fs)
             with self.index.transaction():
                 if replaced:
-                    self.index.remove_shard(replaced[0])
+                    self.index.remove_shard(replaced[0], dropped_remote=self._uploader is not None)
                     self.index.add_event(replaced[1])
                 for header, header_bytes in headers:
                     self.index.add_shard(header, header_bytes)
@@ -276,6 +280,8 @@ class StoreWriter:
         self._finishing = []
         self._committed.update(keys)  # before they leave `_pending`, so that another thread always knows them
         self._pending.difference_update(keys)
+        if self._uploader is not None:
+            self._uploader.committed([header.number for header, _ in headers])
         return keys
 
     def _settle(self) -> None:
@@ -314,11 +320,15 @@ class StoreWriter:
         if len(self._skips) >= SKIPS_AT_ONCE:
             self._flush_skips()
 
-    def close(self) -> None:
+    def close(self, *, upload: bool = True) -> None:
         """Let go of the store, after a commit under way. What was added and not committed is thrown away.
+
+        Args:
+            upload: of a store with a URL: wait until all is there. Otherwise the next writer does that.
 
         Raises:
             StoreError: the disk failed, also in a commit that was begun and whose result nobody asked for since.
+            RemoteError: not all could be uploaded; it is safe here.
         """
         if self._closed:
             return
@@ -328,6 +338,8 @@ class StoreWriter:
             self._settle()
             if self._broken is None:
                 self._flush_skips()
+                if self._uploader is not None and upload:
+                    self._uploader.finish()
         finally:
             self._let_go()
 
@@ -338,6 +350,8 @@ class StoreWriter:
         finally:
             if self._committer is not None:
                 self._committer.shutdown()
+            if self._uploader is not None:
+                self._uploader.close()
             self.index.close()
             self._lock.release()
             self._broken = self._broken or "it was closed"
@@ -348,7 +362,7 @@ class StoreWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(upload=error is None)
 
     def _shard_for(self, record: SampleRecord) -> ShardWriter:
         if self._shards:
@@ -363,6 +377,8 @@ class StoreWriter:
     def _check_usable(self) -> None:
         if self._broken is not None:
             raise StoreError(f"{self.path} cannot be written any more: {self._broken}", "open it again")
+        if self._uploader is not None:
+            self._uploader.check()
 
     def _flush_skips(self) -> None:
         if self._skips:
