@@ -1,0 +1,113 @@
+"""The fault campaign: every fault of `tests/server/campaign.py`, many times, on a real SGLang on the CPU.
+
+    python -m benchmarks.faults.run --times 20 --json faults.json                    all of it (about an hour)
+    python -m benchmarks.faults.run --times 20 --faults reset,ctrl-c-twice --json faults.json
+
+Results are added to the file, so that a campaign may be run in parts. Needs to be root, for disks of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tests.server.campaign import QUICK, SLOW, SPOOL, World, small_disk
+from tests.server.fault_proxy import FaultProxy
+from tests.server.harness import SglangServer
+from tests.tiny_models import tiny_model_path
+
+from hsdump.spool.names import new_spool_dir
+from hsdump.spool.sweep import remove_spool
+
+SPOOL_FILE_SYSTEM_BYTES = 300 << 20
+"""A server leaves 256 MiB of its spool's file system free, whatever its own limit."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--faults", default=",".join([*QUICK, *SPOOL, *SLOW]))
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--stall-seconds", type=float, default=60.0)
+    args = parser.parse_args()
+    wanted = args.faults.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        run_on(Path(folder), [name for name in wanted if name in QUICK or name in SLOW], args, spool=False)
+        run_on(Path(folder), [name for name in wanted if name in SPOOL], args, spool=True)
+
+
+def run_on(folder: Path, faults: list[str], args: argparse.Namespace, *, spool: bool) -> None:
+    """Run faults on one server, which is started again where a fault is about that."""
+    if not faults:
+        return
+    with ExitStack() as stack:
+        server = SglangServer(model=tiny_model_path("llama"), log=folder / "server.log")
+        if spool:
+            place = new_spool_dir()
+            stack.callback(remove_spool, place)
+            stack.enter_context(small_disk(place, SPOOL_FILE_SYSTEM_BYTES))
+            server.serve_options = ("--spool", str(place), "--spool-bytes", str(8 << 20))
+        stack.enter_context(server)
+        proxy = stack.enter_context(FaultProxy(server.port))
+        world = World(server=server, proxy=proxy, folder=folder)
+        release = httpx.get(f"{server.url}/server_info").json()["version"]
+        for name in faults:
+            repeat(world, name, args, release)
+
+
+def repeat(world: World, name: str, args: argparse.Namespace, release: str) -> None:
+    """Do one fault many times and write down what came of it."""
+    fault: Any = {**QUICK, **SPOOL, **SLOW}[name]
+    passed, failures, details, started = 0, [], [], time.monotonic()
+    for number in range(args.times):
+        try:
+            more = {"seconds": args.stall_seconds} if name == "stalled" else {}
+            details.append(fault(world, number, **more))
+            passed += 1
+        except Exception:
+            failures.append(traceback.format_exc(limit=4))
+            print(failures[-1], flush=True)
+    entry = {
+        "times": args.times,
+        "passed": passed,
+        "seconds": round(time.monotonic() - started, 1),
+        "details": details,
+        "failures": failures,
+    }
+    print(f"{name}: {passed} of {args.times} passed, {entry['seconds']} s", flush=True)
+    whole = json.loads(args.json.read_text()) if args.json.exists() else {}
+    whole["machine"] = {"cpus": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
+    whole["sglang"] = release
+    whole.setdefault("faults", {})[name] = entry
+    args.json.write_text(json.dumps(whole, indent=1) + "\n")
+    write_table(whole, args.json.with_suffix(".md"))
+
+
+def write_table(whole: dict[str, Any], path: Path) -> None:
+    lines = [
+        "# Fault campaign",
+        "",
+        f"SGLang {whole['sglang']} on the CPU, tiny models; {whole['machine']['cpus']} cores, {whole['machine']['python']}",
+        "(Python). `python -m benchmarks.faults.run --times N --json faults.json`",
+        "",
+        "Passed means: each sample in the store exactly once, verify clean, no entry or lock of ours left in shared memory,",
+        "no process left. For a replaced server: refused by the run (exit 4) and by the store (exit 75).",
+        "",
+        "| fault | times | passed | s |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {name} | {e['times']} | {e['passed']} | {e['seconds']:.0f} |" for name, e in whole["faults"].items()]
+    path.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
