@@ -49,12 +49,8 @@ def samples_of(source: str, answers: Sequence[Answer]) -> list[TokenSample]:
             before = parts.pop().loss_mask
             mask[: len(before)] = before
         parts.append(_Part(last_turn=turn, input_ids=np.concatenate([prompt, output]), loss_mask=mask))
-    return [
-        TokenSample.make(
-            source if part is parts[-1] else f"{source}#turn{part.last_turn}", part.input_ids, part.loss_mask
-        )
-        for part in parts
-    ]
+    names = [*(f"{source}#turn{part.last_turn}" for part in parts[:-1]), source]
+    return [TokenSample.make(name, part.input_ids, part.loss_mask) for name, part in zip(names, parts, strict=False)]
 
 
 def write_samples(journal: Journal, options: GenerateOptions, settings: dict[str, Any], state: GenerateState) -> None:

@@ -126,7 +126,7 @@ class GenerateState:
             "retries": self.retries,
             "samples": {name: self.samples[name] for name in ("samples", "tokens", "loss_tokens")},
             "left_out": {name: self.samples[name] for name in ("duplicate", "cut-dropped")},
-            "notes": dict(sorted(self.notes.items())),
+            "notes": dict(sorted((+self.notes).items())),
             "examples": self.examples,
             "seconds": round(self.seconds, 3),
             "answer_tokens_per_s": round(self.answer_tokens / self.seconds, 1),

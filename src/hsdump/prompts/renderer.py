@@ -134,11 +134,11 @@ class Renderer:
         shown = template_messages(template, messages)
         text = template.render(shown, tools, generation_prompt=True)
         before = template.render(shown, tools)
-        opened = text.removeprefix(before).rpartition(THINK_OPEN) if text.startswith(before) else ("", "", "")
+        _, mark, rest = (text.removeprefix(before) if text.startswith(before) else "").rpartition(THINK_OPEN)
         input_ids, _ = self.tokens.encode(text, add_special_tokens=False)
         self._check_ids(input_ids)
-        thinking = opened[1] + opened[2] if THINK_CLOSE not in opened[2] else ""
-        return AskedTokens(input_ids=input_ids, opens_thinking=thinking)
+        opens = bool(mark) and THINK_CLOSE not in rest
+        return AskedTokens(input_ids=input_ids, opens_thinking=mark + rest if opens else "")
 
     def check_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         """Refuse text that no tokenizer takes, or that would become control tokens.
