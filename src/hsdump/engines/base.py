@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsdump.arrays import StateArray
+from hsdump.samples import TokenSample
 from hsdump.schema import EngineInfo
 
 
@@ -31,6 +32,9 @@ class CaptureRequest:
 
     new_tokens: int = 0
     """Let the server generate so many tokens, greedily, and capture the rows of its decode steps too."""
+
+    sample: TokenSample | None = None
+    """The whole sample, for engines that write it themselves (a collector beside a remote server)."""
 
     logprobs: bool = False
     """Ask for the server's own log-probabilities of the tokens as well."""

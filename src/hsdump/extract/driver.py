@@ -235,7 +235,8 @@ class Driver:
 
     async def _send(self, lane: Lane, job: _Job) -> None:
         """Send a sample and bring its states to the store. The lane is held until its spool has its memory back."""
-        request = CaptureRequest(key=job.sample.key, input_ids=job.sample.input_ids, attempt=job.sends)
+        sample = job.sample
+        request = CaptureRequest(key=sample.key, input_ids=sample.input_ids, attempt=job.sends, sample=sample)
         self._keeper.note(job.sample, "sent", lane.engine.request_id(request), lane.state.name)
         self.state.in_flight += 1
         self.state.in_flight_tokens += job.cost.num_tokens
@@ -256,8 +257,9 @@ class Driver:
         """Raises:
         CaptureFailed: the states are not numbers.
         """
-        shape = lane.info.shape if lane.info is not None else self._plan.info.shape
-        wrong = await asyncio.to_thread(first_non_finite, shape.names, captured.states, shape.dtype)
+        shape, wrong = self._plan.info.shape, None
+        if captured.states:  # a collector keeps them where they are
+            wrong = await asyncio.to_thread(first_non_finite, shape.names, captured.states, shape.dtype)
         if wrong is not None:
             captured.release()
             raise CaptureFailed("not-finite", f"{wrong} is NaN or infinite", transient=False)

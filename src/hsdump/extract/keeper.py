@@ -65,6 +65,13 @@ class Keeper:
     def failed_before(self, key: str) -> bool:
         return key in self._failed_before
 
+    def is_safe(self, key: str) -> bool:
+        """Tell whether a sample is committed; one that waits for its commit is not."""
+        return self._writer.is_committed(key)
+
+    def failed_keys(self) -> frozenset[str]:
+        return self._failed_before
+
     def committed_keys(self) -> frozenset[str]:
         return self._writer.committed
 
