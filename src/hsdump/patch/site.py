@@ -47,6 +47,9 @@ class Site:
     editable: bool
     """Not a copy made by an installer: a checkout, or a tree put on PYTHONPATH."""
 
+    by_pythonpath: bool = False
+    """Found only because PYTHONPATH names it: other processes of that interpreter may run another SGLang."""
+
     hashes: dict[str, str] = field(default_factory=dict, repr=False)
     """File relative to `root` -> sha256 in hex, as the wheel promised them (RECORD). Empty for an editable one."""
 
@@ -106,6 +109,11 @@ def _site_of_python(python: str) -> Site:
     return _make(Path(places[0]), Path(python), Path(found["prefix"]))
 
 
+def _on_pythonpath(package: Path) -> bool:
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return any(os.path.realpath(path) == str(package.parent) for path in paths if path)
+
+
 def _interpreter_above(package: Path) -> Path | None:
     """Find `bin/python` of the environment that holds a package folder, by its usual layout."""
     for folder in package.parents:
@@ -134,6 +142,7 @@ def _make(given: Path, python: Path | None, prefix: Path | None) -> Site:
         prefix=prefix,
         version=version or "unknown",
         editable=not any(name.startswith("sglang/srt/") for name in hashes),
+        by_pythonpath=_on_pythonpath(package),
         hashes=hashes,
     )
 
