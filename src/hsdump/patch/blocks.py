@@ -85,38 +85,41 @@ class Block:
         return "".join(self.indent + line if line.strip() else line for line in lines)
 
 
-def insert(original: bytes, texts: list[tuple[int, str]]) -> bytes:
-    """Put blocks after the lines they follow; every byte of the original stays.
+def fit(original: bytes, texts: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Give blocks the line ends of the file, so that each can be put in and taken out as it is.
 
     Args:
-        texts: (line they follow, block), in any order; of two at one line the first comes first.
+        texts: (line they follow, block), lines ended by a line feed.
+
+    Returns:
+        The same in the order of lines.
     """
     lines = original.splitlines(keepends=True)
-    newline = b"\r\n" if lines and lines[0].endswith(b"\r\n") else b"\n"
-    out: list[bytes] = []
-    waiting = sorted(texts, key=lambda item: item[0])
-    for number in range(len(lines) + 1):
-        if number:
-            out.append(lines[number - 1])
-        while waiting and waiting[0][0] == number:
-            block = waiting.pop(0)[1].encode().replace(b"\n", newline)
-            if out and not out[-1].endswith((b"\n", b"\r")):  # the file's last line has no end
-                block = newline + block.removesuffix(newline)
-            out.append(block)
-    return b"".join(out)
-
-
-def take_out(current: bytes, original: bytes, texts: list[tuple[int, str]]) -> bytes | None:
-    """Remove blocks from a file that may have been edited elsewhere, or None when one is not there as it was written."""
-    newline = b"\r\n" if original.split(b"\n", 1)[0].endswith(b"\r") else b"\n"
-    open_end = len(original.splitlines()) if original and not original.endswith((b"\n", b"\r")) else None
-    for line, text in texts:
-        block = text.encode().replace(b"\n", newline)
-        if line == open_end:
+    newline = "\r\n" if lines and lines[0].endswith(b"\r\n") else "\n"
+    open_end = bool(lines) and not lines[-1].endswith((b"\n", b"\r"))
+    fitted = []
+    for line, text in sorted(texts, key=lambda item: item[0]):
+        block = text.replace("\n", newline)
+        if open_end and line == len(lines):
             block = newline + block.removesuffix(newline)
-        if current.count(block) != 1:
+        fitted.append((line, block))
+    return fitted
+
+
+def insert(original: bytes, texts: list[tuple[int, str]]) -> bytes:
+    """Put fitted blocks after the lines they follow; every byte of the original stays."""
+    lines = original.splitlines(keepends=True)
+    for line, block in reversed(texts):
+        lines.insert(line, block.encode())
+    return b"".join(lines)
+
+
+def take_out(current: bytes, texts: list[tuple[int, str]]) -> bytes | None:
+    """Remove blocks from a file that may have been edited elsewhere; None when one is not there as it was written."""
+    for _, text in texts:
+        if current.count(text.encode()) != 1:
             return None
-        current = current.replace(block, b"")
+        current = current.replace(text.encode(), b"")
     return current
 
 

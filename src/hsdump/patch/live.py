@@ -83,15 +83,19 @@ def _look(site: Site, folder: Path) -> Process | None:
         words = (folder / "cmdline").read_bytes().rstrip(b"\0").decode(errors="replace").split("\0")
     except OSError:
         return None  # it has ended
+    if words[0].startswith("sglang::") or _is_python(folder, words):
+        return _examine(site, folder, words)
+    return None
+
+
+def _examine(site: Site, folder: Path, words: list[str]) -> Process | None:
     command = " ".join(words)
     title = command.startswith("sglang::")
-    if not command or not (title or _is_python(folder, words)):
-        return None
     try:
         environment = _environment(folder)
         maps = (folder / "maps").read_text(errors="replace")
         opened = _links(folder / "fd")
-        here = os.readlink(folder / "cwd")
+        here = str((folder / "cwd").readlink())
     except PermissionError:
         if title or any(word.startswith("sglang.") for word in words):
             return Process(pid=int(folder.name), command=command, why="of another user", certain=False)
@@ -108,7 +112,7 @@ def _look(site: Site, folder: Path) -> Process | None:
 
 def _is_python(folder: Path, words: list[str]) -> bool:
     try:
-        name = Path(os.readlink(folder / "exe")).name
+        name = (folder / "exe").readlink().name
     except OSError:
         name = Path(words[0]).name
     return name.startswith(("python", "pypy"))
@@ -154,7 +158,7 @@ def _links(folder: Path) -> list[str]:
     found = []
     for link in folder.iterdir():
         try:
-            found.append(os.readlink(link))
+            found.append(str(link.readlink()))
         except OSError:
             continue
     return found

@@ -38,9 +38,7 @@ def recover(site: Site, disk: Disk) -> Journal | None:
     if journal is None or journal.state == APPLIED:
         return None
     if journal.state == APPLYING:
-        put_back(site, journal, disk)
-        for record in journal.files:
-            disk.remove(record.backup(site))
+        roll_back(site, journal, disk)
         journal.state = ROLLED_BACK
         journal.note("an apply that did not finish was rolled back: the originals are in place")
     else:
@@ -50,6 +48,17 @@ def recover(site: Site, disk: Disk) -> Journal | None:
     journal.write(site, disk)
     sweep(site, disk)
     return journal
+
+
+def roll_back(site: Site, journal: Journal, disk: Disk) -> None:
+    """Undo an apply: the backups become the files again, which a full disk does not hinder."""
+    for record in journal.files:
+        backup = record.backup(site)
+        if backup.is_file() and sha256(backup.read_bytes()) == record.before and wanted_bytes(site, record) is not None:
+            disk.replace(backup, record.file(site))
+    put_back(site, journal, disk)
+    for record in journal.files:
+        disk.remove(record.backup(site))
 
 
 def put_back(site: Site, journal: Journal, disk: Disk) -> None:
@@ -93,7 +102,7 @@ def wanted_bytes(site: Site, record: FileRecord) -> bytes | None:
     original = backup.read_bytes() if backup.is_file() else b""
     if not record.kept_edits and sha256(original) == record.before:
         return original
-    taken = take_out(current, original_of(current, record), record.texts)
+    taken = take_out(current, record.texts)
     if taken is not None and sha256(taken) == (record.kept_edits or record.before):
         return taken
     raise PatchError(
@@ -101,17 +110,6 @@ def wanted_bytes(site: Site, record: FileRecord) -> bytes | None:
         "the file does not have the original's hash",
         "install the same SGLang release again",
     )
-
-
-def original_of(current: bytes, record: FileRecord) -> bytes:
-    """Give something with the original's line ends, which is all that taking blocks out needs of it.
-
-    The last line's end matters too: a block after an open last line took that line's end.
-    """
-    newline = b"\r\n" if current.split(b"\n", 1)[0].endswith(b"\r") else b"\n"
-    last = max(line for line, _ in record.texts)
-    lines = newline.join([b"x"] * last)
-    return lines if not current.endswith((b"\n", b"\r")) else lines + newline
 
 
 def keep_bytecode(site: Site, journal: Journal, record: FileRecord, disk: Disk) -> None:

@@ -24,7 +24,7 @@ from hsdump.patch.journal import (
     read_journals,
 )
 from hsdump.patch.live import refuse_gpu_memory, refuse_running
-from hsdump.patch.recovery import is_overwritten, original_of, put_back, recover, sweep, unified
+from hsdump.patch.recovery import is_overwritten, put_back, recover, sweep, unified
 from hsdump.patch.site import Site, sha256
 
 RUN_LOCK = "run.lock"
@@ -140,14 +140,14 @@ def _settle_lost(record: FileRecord, current: bytes, options: RestoreOptions) ->
     """Tell whether the original can be had without its backup, when the user asked for that."""
     if not options.without_backup:
         return False
-    taken = take_out(current, original_of(current, record), record.texts)
+    taken = take_out(current, record.texts)
     return taken is not None and sha256(taken) == record.before
 
 
 def _settle_edited(
     site: Site, record: FileRecord, current: bytes, original: bytes | None, options: RestoreOptions
 ) -> None:
-    merged = take_out(current, original_of(current, record), record.texts) if marks(current) else current
+    merged = take_out(current, record.texts) if marks(current) else current
     if options.keep_edits:
         if merged is None:
             raise PatchError(

@@ -125,7 +125,7 @@ def _interpreter_above(package: Path) -> Path | None:
 
 def _make(given: Path, python: Path | None, prefix: Path | None) -> Site:
     package = given.resolve()
-    found = [dist for dist in distributions(name="sglang", path=[str(package.parent)])]
+    found = list(distributions(name="sglang", path=[str(package.parent)]))
     if len(found) > 1:
         raise UsageError(
             f"{package.parent} holds the metadata of {len(found)} SGLang installations",

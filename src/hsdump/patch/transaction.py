@@ -1,4 +1,4 @@
-"""Applying a patch: everything is checked first, each file changes by one rename, and every step is undone on failure."""
+"""Applying a patch: all is checked first, each file changes by one rename, and a failure undoes every step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hsdump.errors import HsdumpError, PatchError
 from hsdump.patch.anchors import Edit, find_edits
-from hsdump.patch.blocks import insert
+from hsdump.patch.blocks import fit, insert
 from hsdump.patch.disk import Disk, Stamp
 from hsdump.patch.importing import check_imports, copy_code
 from hsdump.patch.journal import (
@@ -25,7 +25,7 @@ from hsdump.patch.journal import (
     who,
 )
 from hsdump.patch.live import refuse_running
-from hsdump.patch.recovery import keep_bytecode, recover, sweep, unified
+from hsdump.patch.recovery import keep_bytecode, recover, roll_back, sweep, unified
 from hsdump.patch.site import Site, origin, sha256
 
 ROOM_BYTES = 16 << 20
@@ -89,7 +89,7 @@ def make_plan(site: Site, target: str | None = None) -> Plan:
     code = site.state / f"{patch_id}-code"
     changes = []
     for edit in find_edits(site, target):
-        texts = [(block.after_line, block.text(patch_id, code)) for block in edit.blocks]
+        texts = fit(edit.original, [(block.after_line, block.text(patch_id, code)) for block in edit.blocks])
         patched = insert(edit.original, texts)
         try:
             compile(patched, str(edit.path), "exec", dont_inherit=True)
@@ -139,7 +139,7 @@ def _checked_plan(site: Site, options: ApplyOptions) -> Plan:
     current = open_journal(site)
     if current is not None:
         raise PatchError(
-            f"{site.package} carries hsdump's patch {current.patch_id} already, since {current.created} by {current.by}",
+            f"{site.package} carries hsdump's patch {current.patch_id} already (by {current.by}, {current.created})",
             f"use it, or take it out: hsdump patch restore {site.how_to_name}",
         )
     if not options.force:
@@ -237,7 +237,7 @@ def _carry_out(plan: Plan, journal: Journal, options: ApplyOptions, disk: Disk) 
         if not options.force:
             refuse_running(site, "--force")  # again: the import took its time
         for change in plan.changes:
-            _swap(site, change, disk)
+            _swap(change, disk)
             keep_bytecode(site, journal, change.record, disk)
         journal.note("files patched, compiled files of the originals put aside")
         for change in plan.changes:
@@ -247,8 +247,9 @@ def _carry_out(plan: Plan, journal: Journal, options: ApplyOptions, disk: Disk) 
         journal.note("applied")
         journal.write(site, disk)
     except (OSError, HsdumpError, KeyboardInterrupt) as error:
-        journal.state = APPLYING
-        recover(site, Disk())  # not the disk that failed: in tests that one goes on failing
+        roll_back(site, journal, disk)
+        disk.remove(journal.path(site))
+        sweep(site, disk)
         if isinstance(error, OSError):
             raise _disk_error(site, error) from error
         raise
@@ -263,7 +264,7 @@ def _backup(site: Site, change: Change, disk: Disk) -> None:
         raise PatchError(f"{backup} does not hold what was written", "see the disk's health")
 
 
-def _swap(site: Site, change: Change, disk: Disk) -> None:
+def _swap(change: Change, disk: Disk) -> None:
     """Put the patched text in place. Its own time: compiled files of the original no longer fit."""
     path = change.edit.path
     stamp = change.record.original_stamp()

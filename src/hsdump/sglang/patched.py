@@ -1,7 +1,7 @@
 """What the blocks of `hsdump patch` call, in each process of a server whose SGLang source carries them.
 
-A block runs while SGLang's module is imported, and only when SGLANG_HS_DUMP_DIR is set. It hands the class above it over
-to a function here, which wraps the methods that a plugin would have hooked; the wrappers are the plugin's own.
+A block runs while SGLang's module is imported, and only when SGLANG_HS_DUMP_DIR is set. It hands the class above it to
+a function here, which wraps the methods that a plugin would have hooked; the wrappers are the plugin's own.
 """
 
 from __future__ import annotations
