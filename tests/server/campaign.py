@@ -185,26 +185,33 @@ def always_failing(world: World, number: int) -> dict[str, Any]:
     return {"tries": 5}
 
 
+STALLED_CLIENTS = 5
+
+
 def stalled(world: World, number: int, seconds: float = 60.0) -> dict[str, Any]:
-    """The server answers nothing at all for a while, the handshake's questions included."""
-    samples = short_samples(40, 3000 + number)
-    out = world.fresh("stalled")
-    rows = write_rows(out.with_suffix(".jsonl"), samples)
+    """The server answers nothing at all for a while, the handshake's questions included. Several clients see it."""
     world.proxy.arm(lambda _count: None)
-    frozen = threading.Timer(0.5 + world.numbers.random(), world.proxy.freeze, [True])
-    thawed = threading.Timer(1.5 + seconds, world.proxy.freeze, [False])
-    frozen.start()
-    thawed.start()
-    try:
-        # Slow enough that the stall finds it at work.
-        state = run_here(world.proxy.url, rows, out, timeout_s=600, max_rate=300.0)
-    finally:
-        frozen.join()
-        thawed.join()
-    assert state.exit_code() == 0, state.report()
-    assert state.seconds > seconds
-    check(world, out, samples)
-    return {"seconds": round(state.seconds, 1)}
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for place in range(STALLED_CLIENTS):
+            samples = short_samples(60, 3000 + 10 * number + place)
+            out = world.fresh("stalled")
+            rows = write_rows(out.with_suffix(".jsonl"), samples)
+            # Slow enough that the stall finds it at work.
+            process = stack.enter_context(client(world.proxy.url, rows, out, "--max-rate", "300"))
+            runs.append((samples, out, process))
+        for _, out, process in runs:
+            wait_for_shard(out, process)
+        time.sleep(world.numbers.random())
+        world.proxy.freeze(True)
+        time.sleep(seconds)
+        world.proxy.freeze(False)
+        for samples, out, process in runs:
+            text, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors + text
+            assert json.loads(text)["seconds"] > seconds
+            check(world, out, samples)
+    return {"clients": STALLED_CLIENTS}
 
 
 def client_killed(world: World, number: int) -> dict[str, Any]:
@@ -330,18 +337,26 @@ def spool_filled(world: World, number: int) -> dict[str, Any]:
     stranger = world.spool / "ready" / "somebody-elses-file"
 
     def fill() -> None:
+        while not list(out.glob("shards/*")):  # the handshake has no second try
+            time.sleep(0.02)
         with contextlib.suppress(OSError), stranger.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 16))
 
     filled = threading.Timer(0.3 * world.numbers.random(), fill)
-    freed = threading.Timer(1.5 + world.numbers.random(), lambda: stranger.unlink(missing_ok=True))
+    seconds = 1.0 + world.numbers.random()
+
+    def free() -> None:
+        filled.join()
+        time.sleep(seconds)
+        stranger.unlink(missing_ok=True)
+
+    freed = threading.Thread(target=free)
     filled.start()
     freed.start()
     try:
-        state = run_here(world.server.url, rows, out, max_rate=2000.0, attempts=10)
+        state = run_here(world.server.url, rows, out, max_rate=1000.0, attempts=10)
     finally:
-        filled.join()
         freed.join()
         stranger.unlink(missing_ok=True)
     assert state.exit_code() == 0, state.report()
