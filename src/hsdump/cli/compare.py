@@ -56,6 +56,8 @@ def _show(report: CompareReport) -> RenderableType:
     parts: list[RenderableType] = [head, *(Text(f"- {words}") for words in report.words)]
     if report.states:
         parts.append(_states(report))
+    if any(diff.prompt is not None and diff.generated is not None for diff in report.states):
+        parts.append(_parts(report))
     if report.off_samples:
         parts.append(_samples(report))
     parts += [Text(f"fact {fact}", style="dim") for fact in report.facts]
@@ -73,17 +75,25 @@ def _states(report: CompareReport) -> Table:
         "worst",
         "cosine",
         "rows off",
-        "prompt",
-        "learned",
         "closest in B",
     )
     for name in columns:
         table.add_column(name, justify="left" if name in ("state", "closest in B") else "right")
     for diff in report.states:
-        parts = [f"{part:.2g}" if part is not None else "" for part in (diff.prompt, diff.generated)]
         numbers = [f"{value:.2g}" for value in (diff.error, diff.median, diff.p99, diff.worst)]
         closest = f"{diff.best_match} ({diff.best_match_error:.2g})"
-        table.add_row(diff.state, str(diff.rows), *numbers, f"{diff.cosine:.5f}", str(diff.off_rows), *parts, closest)
+        table.add_row(diff.state, str(diff.rows), *numbers, f"{diff.cosine:.5f}", str(diff.off_rows), closest)
+    return table
+
+
+def _parts(report: CompareReport) -> Table:
+    table = Table(title="median relative error by part of the sample", title_justify="left")
+    for name in ("state", "context", "learned (in a decode store: generated)"):
+        table.add_column(name, justify="left" if name == "state" else "right")
+    for diff in report.states:
+        table.add_row(
+            diff.state, *(f"{part:.2g}" if part is not None else "" for part in (diff.prompt, diff.generated))
+        )
     return table
 
 

@@ -54,6 +54,9 @@ class LogitsReport(msgspec.Struct, kw_only=True):
     head: str
     """Name of the tensor that was used."""
 
+    skipped_rows: int = 0
+    """The server named another token than the one that was sent, as SGLang does for the vocabulary's last id."""
+
     @property
     def problems(self) -> list[str]:
         if not self.off_samples:
@@ -67,6 +70,7 @@ class LogitsReport(msgspec.Struct, kw_only=True):
         return (
             f"log-probabilities: mean error {self.mean_error:.2g}, maximum {self.max_error:.2g} nats "
             f"(spread {self.spread:.2g}), top-1 agreement {100 * self.top1_agreement:.1f} %, {self.rows} rows"
+            + (f", {self.skipped_rows} rows left out" if self.skipped_rows else "")
         )
 
 
@@ -88,20 +92,22 @@ def check_logits(
     top_ids = np.concatenate([answers[key].top_ids for key in keys])
     server = np.concatenate([answers[key].logprobs for key in keys])
     ours = head.logprobs(states, dtype, target_ids, top_ids)
-    errors = np.abs(np.nan_to_num(ours.target, nan=np.inf) - server)
+    told = np.concatenate([answers[key].told for key in keys])
+    errors = np.where(told, np.abs(np.nan_to_num(ours.target, nan=np.inf) - server), 0.0)
     spread = _spread(server)
     bounds = np.cumsum([0, *(len(finals[key]) for key in keys)])
     off = [key for at, key in enumerate(keys) if _is_off(errors[bounds[at] : bounds[at + 1]], spread)]
     worst = np.argsort(errors)[::-1][:WORST_LISTED]
     return LogitsReport(
-        rows=len(errors),
-        mean_error=float(errors.mean()),
+        rows=int(told.sum()),
+        mean_error=float(errors.sum() / max(told.sum(), 1)),
         max_error=float(errors.max()),
         spread=spread,
         top1_agreement=float((ours.top_id == top_ids).mean()),
         worst=[_worst(int(row), keys, bounds, target_ids, server, ours.target) for row in worst],
         off_samples=off,
         head=head.name,
+        skipped_rows=int((~told).sum()),
     )
 
 

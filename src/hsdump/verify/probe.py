@@ -96,7 +96,9 @@ class ProbeReport(msgspec.Struct, kw_only=True):
 class Captured:
     """States of the probe's sequences."""
 
-    ids_BS: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    """[B, S]"""
+
     states: Mapping[str, NDArray[np.float32]]
     """Name to [B, S, H]."""
 
@@ -119,7 +121,7 @@ def gather(
     states = {
         name: np.stack([to_float32((answers[key].states or {})[name], dtype) for key, _ in sequences]) for name in names
     }
-    return Captured(ids_BS=np.stack([ids for _, ids in sequences]), states=states, answers=answers)
+    return Captured(ids=np.stack([ids for _, ids in sequences]), states=states, answers=answers)
 
 
 class Prober:
@@ -145,7 +147,7 @@ class Prober:
             model_class=info.model_class,
             model_path=info.model_path,
             num_layers=info.num_layers,
-            tokens=int(captured.ids_BS.size),
+            tokens=int(captured.ids.size),
         )
         report.engine_ids = list(info.engine_layers)
         table = ids_for(info.engine, info.model_class, info.shape.layers)
@@ -189,7 +191,7 @@ class Prober:
         name = self._checkpoint.find(EMBEDDING)
         if name is None:
             return
-        rows = self._checkpoint.rows(name, captured.ids_BS.reshape(-1))
+        rows = self._checkpoint.rows(name, captured.ids.reshape(-1))
         for state, values in captured.states.items():
             self._note(state, "0", values, rows, "embedding rows")
 
@@ -197,7 +199,7 @@ class Prober:
         """From the embeddings up, layer by layer, as far as the lowest captured state or a little beyond."""
         layers = self._info.shape.layers
         last = self._info.num_layers if self._depth == "all" else min(layers[0] + BEYOND, self._info.num_layers)
-        hidden = reference.run(reference.embed(captured.ids_BS), 0, last)
+        hidden = reference.run(reference.embed(captured.ids), 0, last)
         for index, values in hidden.items():
             label = FINAL if index == self._info.num_layers else str(index)
             for state, found in captured.states.items():

@@ -136,13 +136,14 @@ class StreamingReference:
         if values.shape == shape:
             return values
         if values.ndim > 1 and values.swapaxes(-1, -2).shape == shape:
-            return values.swapaxes(-1, -2)
+            turned: NDArray[np.float32] = values.swapaxes(-1, -2)
+            return turned
         raise InputError(f"{name} is {values.shape} in the checkpoint, the model wants {shape}", FIX)
 
     def _experts(self, prefix: str, which: str) -> NDArray[np.float32]:
         """Stack the experts' matrices: [E, 2 I, H] of gate and up, or [E, H, I] of down."""
         parts = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
-        experts = []
+        experts: list[NDArray[np.float32]] = []
         while f"{prefix}.{len(experts)}.{parts[0]}.weight" in self.checkpoint.places:
             number = len(experts)
             experts.append(

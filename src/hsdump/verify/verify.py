@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hsdump.errors import StoreCorrupt
+from hsdump.errors import StoreCorrupt, UsageError
 from hsdump.locks import is_held
 from hsdump.store.format import INDEX_NAME, INPUT_IDS, LOCK_NAME, SampleRecord, ShardHeader, shard_name, shard_path
 from hsdump.store.index import IndexedSample, IndexedShard
@@ -49,6 +49,7 @@ def verify_store(path: Path, options: VerifyOptions | None = None, progress: Pro
 
     Raises:
         StoreError: there is no store.
+        UsageError: some of its shards are at a URL only.
     """
     started = time.monotonic()
     collector = Collector()
@@ -59,6 +60,9 @@ def verify_store(path: Path, options: VerifyOptions | None = None, progress: Pro
         collector.add(Finding(check="index" if INDEX_NAME in error.what else "manifest", detail=error.what))
     else:
         with store:
+            if not store.is_whole:
+                what = f"verify reads files, and some shards of {path} are only at {store.url}"
+                raise UsageError(what, f"bring them here: hsdump store merge {path} --out FOLDER")
             _Run(store, options or VerifyOptions(), progress or _nobody, collector, report).run()
     report.findings, report.counts = collector.kept, dict(collector.counts)
     report.verdict, report.exit_code = collector.verdict()

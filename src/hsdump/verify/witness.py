@@ -42,6 +42,9 @@ class Testimony:
     top_logprobs: NDArray[np.float64]
     """[S]"""
 
+    told: NDArray[np.bool_]
+    """[S] rows whose next token the server named as it was sent."""
+
     states: Mapping[str, StateArray] | None = None
     """Name to [S, H], own memory; None when the server captures nothing."""
 
@@ -107,7 +110,7 @@ class Witness:
 
     async def _ask(self, http: httpx.AsyncClient, key: str, ids: NDArray[np.int64]) -> Testimony:
         if self.engine is None or self.info is None:
-            return read_testimony(await _plain(http, ids), None)
+            return read_testimony(await _plain(http, ids), ids, None)
         for attempt in range(ATTEMPTS):
             try:
                 request = CaptureRequest(key=key, input_ids=ids, attempt=attempt, logprobs=True)
@@ -122,12 +125,14 @@ class Witness:
                 states = {name: state.copy() for name, state in zip(names, captured.states, strict=True)}
             finally:
                 captured.release()
-            return read_testimony(captured.meta, states)
+            return read_testimony(captured.meta, ids, states)
         raise AssertionError("the last attempt raises or returns")
 
 
-def read_testimony(meta: Mapping[str, Any], states: Mapping[str, StateArray] | None) -> Testimony:
-    """Read SGLang's `meta_info`.
+def read_testimony(
+    meta: Mapping[str, Any], ids: NDArray[np.int64], states: Mapping[str, StateArray] | None
+) -> Testimony:
+    """Read SGLang's `meta_info` about a request of these ids.
 
     Raises:
         CaptureFailed: it holds no log-probabilities of all tokens.
@@ -135,17 +140,19 @@ def read_testimony(meta: Mapping[str, Any], states: Mapping[str, StateArray] | N
     try:
         given = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"][:1]]
         tops = [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"][:1]]
+        next_ids = np.array([entry[1] for entry in given], np.int64)
         found = Testimony(
             logprobs=np.array([entry[0] for entry in given], np.float64),
-            next_ids=np.array([entry[1] for entry in given], np.int64),
+            next_ids=next_ids,
+            told=next_ids == np.append(ids[1:], next_ids[-1:]),
             top_ids=np.array([top[0][1] for top in tops], np.int64),
             top_logprobs=np.array([top[0][0] for top in tops], np.float64),
             states=states,
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise CaptureFailed("no-logprobs", f"the server's answer holds none ({error!r})", transient=False) from error
-    if len(found.logprobs) != meta.get("prompt_tokens", len(found.logprobs)):
-        detail = f"{len(found.logprobs)} for {meta.get('prompt_tokens')} tokens"
+    if len(found.logprobs) != len(ids) or (not found.told[: len(ids) - 1].any() and len(ids) > 1):
+        detail = f"{len(found.logprobs)} of other tokens or in another number for {len(ids)} tokens"
         raise CaptureFailed("no-logprobs", detail, transient=False)
     return found
 
