@@ -14,7 +14,8 @@ from rich.text import Text
 from hsdump.cli.output import Result, emit
 from hsdump.cli.progress import byte_progress
 from hsdump.errors import UsageError
-from hsdump.store import Store, WriterOptions
+from hsdump.store import Store, StoreWriter, WriterOptions
+from hsdump.store.attach import RemoteOptions, read_local_part, release
 from hsdump.store.export import FORMATS, ExportOptions, export_store
 from hsdump.store.info import StoreInfo, store_info
 from hsdump.store.scrub import Progress as Tick
@@ -23,7 +24,10 @@ from hsdump.store.surgery import SurgeryOptions, SurgeryReport, merge, recode, r
 from hsdump.verify.norms import NormHistogram, scan_rows
 from hsdump.verify.show import human_bytes
 
-STORE = typer.Argument(..., help="Folder that `hsdump extract --out` wrote.")
+STORE = typer.Argument(..., help="Folder that `hsdump extract --out` wrote; where it is only read, also a URL.")
+PATIENCE_S = 60.0
+"""Of an upload that somebody waits for at a terminal."""
+
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Say what would be done, and do nothing.")
 SHARD_BYTES = typer.Option(1 << 30, min=1 << 16, help="Size at which a shard is closed.")
@@ -76,7 +80,7 @@ def ls(
 
 def show(
     sample: str = typer.Argument(..., help="A key, the beginning of one, or a position from 0."),
-    store: Path = typer.Option(..., "--store", help="Folder that `hsdump extract --out` wrote."),
+    store: Path = typer.Option(..., "--store", help="Folder that `hsdump extract --out` wrote, or URL."),
     tokens: int = typer.Option(32, min=0, help="Token ids to print."),
     json: bool = JSON,
 ) -> None:
@@ -133,7 +137,7 @@ def split_command(
 
 def rm(
     samples: list[str] = typer.Argument(..., help="Keys to take out."),
-    store: Path = typer.Option(..., "--store", help="Folder that `hsdump extract --out` wrote."),
+    store: Path = typer.Option(..., "--store", help="Folder that `hsdump extract --out` wrote, or URL."),
     dry_run: bool = DRY_RUN,
     json: bool = JSON,
 ) -> None:
@@ -175,6 +179,32 @@ def export(
     raise typer.Exit(emit(Result(data=report, text=text), as_json=json))
 
 
+def push(
+    store: Path = STORE,
+    url: str = typer.Argument(None, help="Where to, as s3://bucket/folder.  [default: where it is going already]"),
+    local_bytes: int = typer.Option(None, min=0, help="Delete uploaded shards here beyond so many bytes."),
+    json: bool = JSON,
+) -> None:
+    """Upload what is not at the store's URL yet. From then on every writer of the folder uploads there."""
+    if url is None and read_local_part(store) is None:
+        raise UsageError(f"{store} has no URL yet", f"name one: hsdump store push {store} s3://bucket/folder")
+    remote = RemoteOptions(url=url, local_bytes=local_bytes, patience_s=PATIENCE_S)
+    with StoreWriter.reopen(store, options=WriterOptions(remote=remote)) as writer:
+        place, waiting = writer.url, writer.shards_to_upload
+    data = {"store": str(store), "url": place, "uploaded_shards": waiting}
+    raise typer.Exit(emit(Result(data=data, text=f"{place}: {waiting} shards uploaded, all is there"), as_json=json))
+
+
+def release_command(
+    url: str = typer.Argument(..., help="A store's URL."),
+    json: bool = JSON,
+) -> None:
+    """Free a store at a URL whose writer is lost for good, so that another folder may go on with it."""
+    owner = release(url)
+    text = f"{url}: was written from {owner.folder} on {owner.host}" if owner else f"{url}: nobody writes there"
+    raise typer.Exit(emit(Result(data={"url": url, "owner": owner}, text=text), as_json=json))
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "info": info,
     "ls": ls,
@@ -185,6 +215,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "rm": rm,
     "recode": recode_command,
     "export": export,
+    "push": push,
+    "release": release_command,
 }
 
 

@@ -10,6 +10,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from hsdump.store.format import (
 from hsdump.store.fs import Fs
 from hsdump.store.index import Event, Index, utc_now
 from hsdump.store.manifest import Manifest, decode_manifest, differences, encode_manifest
-from hsdump.store.remote import Remote
+from hsdump.store.remote import Remote, RemoteError
 
 OWNER_NAME = "owner.json"
 
@@ -102,6 +103,8 @@ class Attached:
         self.shards: dict[int, int] = {}
         """Number to bytes of what was there when the store was opened."""
 
+        self._new_part = self._new_claim = False
+
     @classmethod
     def open(cls, path: Path, options: RemoteOptions, fs: Fs) -> Attached | None:
         """Take the URL for this folder; None for a store that has no remote side.
@@ -115,6 +118,7 @@ class Attached:
         if part is None and options.url is None:
             return None
         url = options.connect(options.url).url if options.url else None
+        is_new = part is None
         if part is None:
             assert url is not None
             part = LocalPart(url=url, owner=uuid.uuid4().hex)
@@ -123,7 +127,12 @@ class Attached:
             fix = "leave the URL out, or write to a new folder"
             raise StoreMismatch(f"{path} is the local part of {part.url}, not of {url}", fix)
         attached = cls(path, part, options)
-        attached._claim()
+        attached._new_part = is_new
+        try:
+            attached._claim()
+        except StoreBusy:
+            attached.give_up(fs)
+            raise
         names = attached.remote.sizes(SHARDS_FOLDER)
         numbered = ((shard_number(name), size) for name, size in names.items())
         attached.shards = {number: size for number, size in numbered if number is not None}
@@ -136,15 +145,19 @@ class Attached:
             if data is not None:
                 fs.write_file(self.path / MANIFEST_NAME, data)
 
-    def agree_on(self, manifest: Manifest) -> None:
-        """Put the manifest there, or find the one there to be of the same data set.
+    def agree_on(self, manifest: Manifest, *, put: bool) -> None:
+        """Find the manifest there to be of the same data set.
+
+        Args:
+            put: write this one, where there is none yet.
 
         Raises:
             StoreMismatch: it is of another one.
         """
         data = self.remote.read(MANIFEST_NAME)
         if data is None:
-            self.remote.put_bytes(MANIFEST_NAME, encode_manifest(manifest))
+            if put:
+                self.remote.put_bytes(MANIFEST_NAME, encode_manifest(manifest))
             return
         where = f"{self.part.url}/{MANIFEST_NAME}"
         found = differences(decode_manifest(data, where), manifest)
@@ -199,6 +212,14 @@ class Attached:
             detail = f"{len(header.samples)} samples at {self.part.url}"
             events.append(Event(kind="remote-shard-indexed", subject=shard_name(number), detail=detail))
 
+    def give_up(self, fs: Fs) -> None:
+        """The store cannot be opened: leave the URL and the folder as they were found."""
+        if self._new_claim:
+            with suppress(RemoteError):  # what cannot be opened is the news; the claim says where it came from
+                self.release()
+        if self._new_part:
+            fs.remove(self.path / REMOTE_NAME)
+
     def release(self) -> None:
         """Let other folders write there."""
         self.remote.remove(OWNER_NAME)
@@ -208,6 +229,7 @@ class Attached:
             owner=self.part.owner, host=socket.gethostname(), pid=os.getpid(), folder=str(self.path), at=utc_now()
         )
         if self.remote.create(OWNER_NAME, msgspec.json.encode(mine)):
+            self._new_claim = True
             return
         data = self.remote.read(OWNER_NAME)
         try:

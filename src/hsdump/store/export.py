@@ -106,7 +106,7 @@ def export_store(path: Path, options: ExportOptions) -> ExportReport:
         norm, converted = _conversion(store, wanted, options)
         report = ExportReport(
             format=options.to,
-            store=str(path),
+            store=store.name,
             manifest_digest=manifest.digest,
             samples=len(store),
             aux_layer_ids=[layer + wanted.layer_shift for layer in manifest.layers],

@@ -53,9 +53,9 @@ def store_info(path: Path) -> StoreInfo:
         num_bytes = sum(shard.num_bytes for shard in shards)
         failures = store.failures()
         tried = samples + len(failures)
-        folder = path / QUARANTINE_FOLDER
+        folder = store.path / QUARANTINE_FOLDER
         return StoreInfo(
-            store=str(path),
+            store=store.name,
             manifest=store.manifest,
             samples=samples,
             tokens=tokens,

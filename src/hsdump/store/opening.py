@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsdump.errors import StoreError, StoreMismatch
+from hsdump.errors import StoreError, StoreMismatch, UsageError
 from hsdump.store import recovery
 from hsdump.store.attach import Attached, RemoteOptions
 from hsdump.store.format import LOCK_NAME, MANIFEST_NAME, OWN_NAMES, SHARDS_FOLDER
@@ -15,6 +15,7 @@ from hsdump.store.fs import Fs
 from hsdump.store.index import Event, Index
 from hsdump.store.lock import WriterLock
 from hsdump.store.manifest import Manifest, differences, encode_manifest
+from hsdump.store.remote import as_url
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,18 +44,27 @@ def open_store(path: Path, manifest: Manifest | None, fs: Fs, remote: RemoteOpti
         manifest: what the store must be, written where there is none yet; None takes an existing store as it is.
 
     Raises:
+        UsageError: a URL instead of a folder.
         StoreError: the folder cannot be written, holds something else, or (without a manifest) is no store.
         StoreBusy: another process writes it.
         StoreMismatch: it was made with other facts, or belongs to another URL.
         RemoteError: its URL cannot be reached.
     """
+    if as_url(path):
+        what = f"{as_url(path)} is a URL; samples are committed to a local folder first"
+        raise UsageError(what, "name a local folder, and the URL with --remote (hsdump extract, hsdump store push)")
     if manifest is None and not (path / SHARDS_FOLDER).is_dir():
         raise StoreError(f"{path} is not a store", "name the folder that `hsdump extract --out` wrote")
     lock = _take_folder(path, fs)
     try:
         with disk_errors(path):
             attached = Attached.open(path, remote, fs)
-            return _recover(path, manifest, fs, lock, attached)
+            try:
+                return _recover(path, manifest, fs, lock, attached)
+            except StoreError:
+                if attached is not None:
+                    attached.give_up(fs)
+                raise
     except BaseException:
         lock.release()
         raise
@@ -74,6 +84,8 @@ def disk_errors(path: Path) -> Iterator[None]:
 def _recover(path: Path, manifest: Manifest | None, fs: Fs, lock: WriterLock, attached: Attached | None) -> OpenedStore:
     events: list[Event] = []
     if attached is not None:
+        if manifest is not None:
+            attached.agree_on(manifest, put=False)
         attached.restore_manifest(fs)
     stored = recovery.load_manifest(path, fs, events)
     if stored is None:
@@ -84,7 +96,7 @@ def _recover(path: Path, manifest: Manifest | None, fs: Fs, lock: WriterLock, at
     if manifest is not None:
         _refuse_other(path, stored, manifest)
     if attached is not None:
-        attached.agree_on(stored)
+        attached.agree_on(stored, put=True)
     index = recovery.open_index(path, stored, fs, events, attached)
     try:
         recovery.recover(path, index, stored, fs, events, attached)

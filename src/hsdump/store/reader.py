@@ -10,6 +10,7 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from hsdump.arrays import StateArray, xxh3
 from hsdump.errors import StoreCorrupt, StoreError
+from hsdump.store.attach import read_local_part
 from hsdump.store.codecs import decode_state
 from hsdump.store.format import (
     INDEX_NAME,
@@ -33,6 +35,8 @@ from hsdump.store.format import (
 from hsdump.store.index import Event, Failure, Index, IndexedSample, IndexedShard, RequestRow, SkippedRow
 from hsdump.store.manifest import Manifest, decode_manifest
 from hsdump.store.recovery import list_shards
+from hsdump.store.remote import as_url
+from hsdump.store.remote_reader import RemoteReader
 from hsdump.store.shard_reader import map_file, read_header
 
 MAX_MAPS = 128
@@ -68,28 +72,41 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str], *, check: bool = False) -> None:
         """Args:
+        path: a folder, or a URL as fsspec takes it.
         check: prove each tensor's checksum at every access, at the price of reading all its bytes.
 
         Raises:
-            StoreError: nothing there, or not a store.
+            StoreError: nothing there, or not a store; a URL that cannot be reached.
             StoreCorrupt: manifest or index are damaged.
         """
-        self.path, self._check = Path(path), check
-        manifest_path = self.path / MANIFEST_NAME
-        if not manifest_path.is_file():
-            what = f"{self.path} is not a store: it has no {MANIFEST_NAME}" if self.path.exists() else f"no {self.path}"
-            raise StoreError(what, "name the folder that `hsdump extract --out` wrote")
-        try:
-            self.manifest: Manifest = decode_manifest(manifest_path.read_bytes(), str(manifest_path))
-        except OSError as error:
-            raise StoreError(f"{manifest_path}: {error.strerror}", "see that you may read the store") from error
+        url = as_url(path)
+        self.name = url or os.fspath(path)
+        """As it was given, for people."""
+
+        self._check, self._is_url = check, url is not None
+        if url is not None:
+            self._remote: RemoteReader | None = RemoteReader(url)
+            self.path = self._remote.fetch_facts()
+        else:
+            self.path = Path(path)
+            part = read_local_part(self.path)
+            self._remote = RemoteReader(part.url) if part else None
+        self.manifest: Manifest = _read_manifest(self.path)
         self._shape = self.manifest.shape
         self._lock = threading.RLock()
         self._connect()
-        self.refresh()
+        self._see()
 
     def refresh(self) -> None:
-        """See what was committed since."""
+        """See what was committed since, or published at the URL."""
+        if self._is_url and self._remote is not None:
+            self.path = self._remote.fetch_facts()
+            with self._lock:
+                self._open_index.close()
+                self._connect()
+        self._see()
+
+    def _see(self) -> None:
         index = self._index()
         self._positions = np.asarray(index.positions(), dtype=np.int64)
         self._shard_bytes = {shard.number: shard.num_bytes for shard in index.shards()}
@@ -141,10 +158,10 @@ class Store:
             StoreCorrupt: its shard is gone or damaged.
         """
         row = self.row(which)
-        data = self._map(row)
+        window = self._window(row)
         entries = {entry.name: entry for entry in row.record.tensors}
-        ids = np.frombuffer(_view(data, entries[INPUT_IDS]), "<i8")
-        return row.record.key, ids, np.frombuffer(_view(data, entries[LOSS_MASK]), np.uint8)
+        ids = np.frombuffer(window.view(entries[INPUT_IDS]), "<i8")
+        return row.record.key, ids, np.frombuffer(window.view(entries[LOSS_MASK]), np.uint8)
 
     def proved_parts(self, row: IndexedSample) -> list[memoryview]:
         """Give the bytes of a sample's tensors as the shard holds them, after their checksums held.
@@ -152,9 +169,29 @@ class Store:
         Raises:
             StoreCorrupt: names the sample and its damaged tensors.
         """
-        data = self._map(row)
-        _prove(row.record, data, shard_path(self.path, row.shard).name)
-        return [_view(data, entry) for entry in row.record.tensors]
+        window = self._window(row)
+        _prove(row.record, window, shard_path(self.path, row.shard).name)
+        return [window.view(entry) for entry in row.record.tensors]
+
+    @contextmanager
+    def shard_file(self, number: int) -> Iterator[Path]:
+        """Give a shard as a file, fetched for as long as the body runs where it is not here; it may not exist."""
+        path = shard_path(self.path, number)
+        if path.exists() or self._remote is None:
+            yield path
+        else:
+            with self._remote.fetched(number) as fetched:
+                yield fetched
+
+    @property
+    def url(self) -> str | None:
+        """Where shards are that are not in the folder, if the store has such a place."""
+        return self._remote.url if self._remote else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether all shards are in the folder, none only at a URL."""
+        return self._remote is None or all(shard_path(self.path, number).exists() for number in self._shard_bytes)
 
     def rows_of(self, shard: int) -> list[IndexedSample]:
         """Give what the index knows of one shard's samples."""
@@ -214,7 +251,7 @@ class Store:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "_check": self._check, "_positions": self._positions}
+        return {"path": self.name, "_check": self._check, "_positions": self._positions}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Store.__init__(self, state["path"], check=state["_check"])
@@ -238,14 +275,14 @@ class Store:
 
     def _load(self, row: IndexedSample) -> StoredSample:
         record = row.record
-        data = self._map(row)
+        window = self._window(row)
         entries = {entry.name: entry for entry in record.tensors}
         if self._check:
-            _prove(record, data, shard_path(self.path, row.shard).name)
+            _prove(record, window, shard_path(self.path, row.shard).name)
         states = {}
         for name in self._shape.names:
             parts = {
-                entry.name[len(name) :]: _view(data, entry)
+                entry.name[len(name) :]: window.view(entry)
                 for entry in record.tensors
                 if entry.name == name or entry.name.startswith(name + ".")
             }
@@ -253,40 +290,70 @@ class Store:
         return StoredSample(
             key=record.key,
             source=record.source,
-            input_ids=np.frombuffer(_view(data, entries[INPUT_IDS]), "<i8"),
-            loss_mask=np.frombuffer(_view(data, entries[LOSS_MASK]), np.uint8),
+            input_ids=np.frombuffer(window.view(entries[INPUT_IDS]), "<i8"),
+            loss_mask=np.frombuffer(window.view(entries[LOSS_MASK]), np.uint8),
             states=states,
         )
 
-    def _map(self, row: IndexedSample) -> mmap.mmap:
+    def _window(self, row: IndexedSample) -> _Window:
+        """Give a sample's bytes: of the mapped shard, or read from the URL where it is not here."""
         number = row.shard
+        try:
+            try:
+                return _Window(memoryview(self._map(number)), 0)
+            except FileNotFoundError:
+                if self._remote is None:
+                    raise
+            start = min(entry.offset for entry in row.record.tensors)
+            end = max(entry.offset + entry.num_bytes for entry in row.record.tensors)
+            return _Window(memoryview(self._remote.read(number, start, end)), start)
+        except (StoreCorrupt, OSError, KeyError) as error:
+            reason = error.what if isinstance(error, StoreCorrupt) else str(error)
+            what = f"sample {row.record.key} ({row.record.source}) cannot be read: {reason}"
+            raise StoreCorrupt(what, "take it out with `hsdump store scrub --repair`, then extract again") from None
+
+    def _map(self, number: int) -> mmap.mmap:
         with self._lock:
             if number in self._maps:
                 self._maps.move_to_end(number)
                 return self._maps[number]
-            path = shard_path(self.path, number)
             if number not in self._shard_bytes:
                 self._shard_bytes = {shard.number: shard.num_bytes for shard in self._index().shards()}
-            try:
-                self._maps[number] = map_file(path, self._shard_bytes[number])
-            except (StoreCorrupt, OSError, KeyError) as error:
-                reason = error.what if isinstance(error, StoreCorrupt) else str(error)
-                what = f"sample {row.record.key} ({row.record.source}) cannot be read: {reason}"
-                raise StoreCorrupt(what, "take it out with `hsdump store scrub --repair`, then extract again") from None
+            self._maps[number] = map_file(shard_path(self.path, number), self._shard_bytes[number])
             while len(self._maps) > MAX_MAPS:
                 self._maps.popitem(last=False)  # arrays that still look into it keep it alive
             return self._maps[number]
 
 
-def _view(data: mmap.mmap, entry: TensorEntry) -> memoryview:
-    return memoryview(data)[entry.offset : entry.offset + entry.num_bytes]
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A stretch of a shard."""
+
+    data: memoryview
+    start: int
+    """Where it begins in the shard."""
+
+    def view(self, entry: TensorEntry) -> memoryview:
+        first = entry.offset - self.start
+        return self.data[first : first + entry.num_bytes]
 
 
-def _prove(record: SampleRecord, data: mmap.mmap, where: str) -> None:
-    damaged = [entry.name for entry in record.tensors if xxh3(_view(data, entry)) != entry.checksum]
+def _prove(record: SampleRecord, window: _Window, where: str) -> None:
+    damaged = [entry.name for entry in record.tensors if xxh3(window.view(entry)) != entry.checksum]
     if damaged:
         what = f"sample {record.key} ({record.source}) in {where} has wrong bytes in {', '.join(damaged)}"
         raise StoreCorrupt(what, "take it out with `hsdump store scrub --repair`, then extract again")
+
+
+def _read_manifest(path: Path) -> Manifest:
+    place = path / MANIFEST_NAME
+    if not place.is_file():
+        what = f"{path} is not a store: it has no {MANIFEST_NAME}" if path.exists() else f"no {path}"
+        raise StoreError(what, "name the folder that `hsdump extract --out` wrote")
+    try:
+        return decode_manifest(place.read_bytes(), str(place))
+    except OSError as error:
+        raise StoreError(f"{place}: {error.strerror}", "see that you may read the store") from error
 
 
 def _index_of_headers(store: Path) -> Index:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from hsdump.errors import StoreCorrupt
-from hsdump.store.format import shard_name, shard_path
+from hsdump.store.format import shard_name
 from hsdump.store.index import Event, IndexedSample, IndexedShard
 from hsdump.store.reader import Store
 from hsdump.store.shard_reader import damaged_pads, damaged_tensors, read_header
@@ -68,8 +68,8 @@ def scrub(path: Path, progress: Progress | None = None, *, threads: int | None =
     Raises:
         StoreError: no store, or its manifest or index are damaged (repair makes them again).
     """
-    report = ScrubReport(store=str(path))
     with Store(path) as store:
+        report = ScrubReport(store=store.name)
         for shard, rows, found in _scrub_all(store, threads):
             report.shards += 1
             report.num_bytes += shard.num_bytes
@@ -129,7 +129,11 @@ def _scrub_all(store: Store, threads: int | None) -> Iterator[tuple[IndexedShard
 
 
 def _scrub_shard(store: Store, shard: IndexedShard, rows: list[IndexedSample]) -> DamagedShard | None:
-    path = shard_path(store.path, shard.number)
+    with store.shard_file(shard.number) as path:
+        return _scrub_file(store, shard, rows, path)
+
+
+def _scrub_file(store: Store, shard: IndexedShard, rows: list[IndexedSample], path: Path) -> DamagedShard | None:
     if not path.exists():
         return _all_lost(shard, rows, "its file is gone")
     if path.stat().st_size != shard.num_bytes:

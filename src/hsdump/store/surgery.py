@@ -17,11 +17,12 @@ from hsdump.arrays import to_float32
 from hsdump.errors import StoreCorrupt, StoreMismatch, UsageError
 from hsdump.samples import TokenSample
 from hsdump.store.codecs import check_codec
-from hsdump.store.format import shard_name
+from hsdump.store.format import REMOTE_NAME, shard_name
 from hsdump.store.fs import Fs
 from hsdump.store.index import Event, IndexedSample
 from hsdump.store.manifest import Manifest, differences
 from hsdump.store.reader import Store, StoredSample
+from hsdump.store.remote import as_url
 from hsdump.store.writer import StoreWriter, WriterOptions
 
 Progress = Callable[[int, int], None]
@@ -149,10 +150,13 @@ def recode(source: Path, out: Path, codec: str, options: SurgeryOptions, *, repl
         replace: when all is written and proved, `out` takes the place of the source, which is deleted.
 
     Raises:
-        UsageError: the codec is the same, or the source is lossy already.
+        UsageError: the codec is the same, the source is lossy already, or `replace` of a store at a URL.
         StoreCorrupt: what was written does not decode to what was read; the source is untouched.
     """
     check_codec(codec)
+    if replace and (as_url(source) or (source / REMOTE_NAME).exists()):
+        what = f"the shards of {source} are at a URL, which cannot be replaced in one step"
+        raise UsageError(what, "recode into a new folder, and push that one to a new URL")
     if replace and _finish_replacing(source, out, options.writer.fs):
         return SurgeryReport(action="recode", dry_run=False, samples={str(source): 0}, already=len(Store(source)))
     store = Store(source)

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from pathlib import Path
@@ -17,6 +17,7 @@ from hsdump.store.attach import Attached
 from hsdump.store.format import INDEX_NAME, SHARDS_FOLDER, shard_name, shard_path
 from hsdump.store.fs import Fs
 from hsdump.store.index import Index
+from hsdump.store.opening import disk_errors
 from hsdump.store.remote import RemoteError
 
 UPLOADS_AT_ONCE = 2
@@ -50,18 +51,23 @@ class Uploader:
                 self._there.add(shard.number)
             else:
                 missing.append(shard.number)
+        self.found_missing = len(missing)
+        """Shards that were not there when the store was opened."""
+
         self._evict()
         self._enqueue(missing)
 
-    def committed(self, numbers: Sequence[int]) -> None:
+    def committed(self, shards: dict[int, int]) -> None:
         """Take over shards that were just committed, and wait until the local folder is small enough again.
 
         Raises nothing for what goes wrong at the URL, since the commit holds: `check` does.
+
+        Args:
+            shards: number to bytes.
         """
         with self._lock:
-            for number in numbers:
-                self._here[number] = shard_path(self._path, number).stat().st_size
-        self._enqueue(numbers)
+            self._here.update(shards)
+        self._enqueue(shards)
         limit = self._options.local_bytes
         while limit is not None and self._failed is None and self.local_bytes > limit:
             with self._lock:
@@ -153,12 +159,13 @@ class Uploader:
         for number in [number for number in self._here if number in self._there]:
             if left <= limit:
                 return
-            self._fs.remove(shard_path(self._path, number))
+            with disk_errors(self._path):
+                self._fs.remove(shard_path(self._path, number))
             left -= self._here.pop(number)
 
     def _publish(self) -> None:
         """Put an index there that knows exactly the shards that are there, then delete those that it dropped."""
-        with self._lock:
+        with self._lock, disk_errors(self._path):
             there, dropped = set(self._there), self._index.dropped_remote()
             with tempfile.TemporaryDirectory(prefix="hsdump-publish-") as folder:
                 snapshot = Path(folder) / INDEX_NAME

@@ -82,7 +82,12 @@ class StoreWriter:
 
         self._committer: ThreadPoolExecutor | None = None
         self._under_way: Future[list[str]] | None = None
+        self.url = opened.attached.part.url if opened.attached else None
+        """Where shards go, besides here."""
+
         self._uploader = Uploader(opened.attached, index, options.fs) if opened.attached else None
+        self.shards_to_upload = self._uploader.found_missing if self._uploader else 0
+        """Shards that an earlier writer had committed and not uploaded."""
 
     @classmethod
     def open(cls, path: Path, manifest: Manifest, *, options: WriterOptions | None = None) -> StoreWriter:
@@ -239,7 +244,8 @@ class StoreWriter:
             self._append_copy(record, parts)
         self._finish(self._take_shards(), (number, why))
         if delete:
-            recovery.delete_quarantined(self.path, number, self.fs)
+            with disk_errors(self.path):
+                recovery.delete_quarantined(self.path, number, self.fs)
         kept = {record.key for record, _ in keep}
         gone = [key for key in before if key not in kept]
         self._committed.difference_update(gone)
@@ -281,7 +287,7 @@ class StoreWriter:
         self._committed.update(keys)  # before they leave `_pending`, so that another thread always knows them
         self._pending.difference_update(keys)
         if self._uploader is not None:
-            self._uploader.committed([header.number for header, _ in headers])
+            self._uploader.committed({header.number: header.file_bytes for header, _ in headers})
         return keys
 
     def _settle(self) -> None:
