@@ -288,15 +288,12 @@ class Prober:
         own = report.engine_ids
         if not own:
             return []
-        found = [
-            int(one.found) if (one.found or "").isdecimal() else None for one in report.states if one.state != FINAL
-        ]
         told = list(meaning_of(self._info.engine, self._info.model_class, own))
-        numbers = [index for index, one in zip(found, report.states, strict=False)]
-        report.id_meaning = _meaning(
-            own, told if None in numbers else [index for index in numbers if index is not None]
-        )
-        if None not in numbers and numbers != told:
+        aux = [one for one in report.states if one.claimed.isdecimal()]
+        numbers = [int(one.found) for one in aux if one.found is not None and one.found.isdecimal()]
+        complete = len(numbers) == len(aux)
+        report.id_meaning = _meaning(own, numbers if complete else told)
+        if complete and numbers != told:
             return [f"the engine's own ids {own}: by hsdump's table they are {told}, by the numbers {numbers}"]
         return []
 
