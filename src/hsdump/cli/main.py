@@ -11,7 +11,24 @@ import typer
 from hsdump._version import __version__
 from hsdump.errors import HsdumpError, UsageError
 
-VERBS = ("doctor", "serve", "run", "patch", "detach", "prepare", "generate", "plan", "extract", "collect", "status", "verify", "probe", "prove", "compare", "store")
+VERBS = (
+    "doctor",
+    "serve",
+    "run",
+    "patch",
+    "detach",
+    "prepare",
+    "generate",
+    "plan",
+    "extract",
+    "collect",
+    "status",
+    "verify",
+    "probe",
+    "prove",
+    "compare",
+    "store",
+)
 """Modules of `hsdump.cli`, in the order of the job. Each has `add_to(app)`."""
 
 CommandLineError: type[Exception] = next(

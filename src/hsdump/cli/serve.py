@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -54,9 +55,11 @@ def serve(
     if print_:
         typer.echo(command.as_shell())
         return
-    version = check_environment(python)
+    version, attach = check_environment(python)
+    options = replace(options, attach=attach)
+    command = build_command(options)
     swept = sweep_dead_spools()
     if swept.spools:
         typer.echo(f"hsdump: removed {len(swept.spools)} spools of dead servers, {swept.num_bytes} bytes", err=True)
-    typer.echo(f"hsdump: SGLang {version}, spool {options.spool}", err=True)
+    typer.echo(f"hsdump: SGLang {version} by {attach}, spool {options.spool}", err=True)
     raise typer.Exit(run_server(options, command))

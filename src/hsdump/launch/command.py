@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsdump.errors import UsageError
-from hsdump.spool.names import ENV_HAND_OVER, ENV_LAYERS, ENV_SPOOL, ENV_SPOOL_BYTES
+from hsdump.patch.site import find_site
+from hsdump.patch.status import is_patched
+from hsdump.spool.names import ENV_DUMP_DIR, ENV_HAND_OVER, ENV_LAYERS, ENV_SPOOL, ENV_SPOOL_BYTES
 
 ENTRY_POINT = "hsdump"
 """Our name in the entry point group `sglang.srt.plugins`."""
@@ -45,6 +47,9 @@ class ServeOptions:
     layers: str = "auto"
     spool_bytes: int = 8 << 30
     hand_over: str = "auto"
+    attach: str = "plugin"
+    """`plugin`, or `patch` for a source that carries hsdump's blocks."""
+
     sglang_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
@@ -77,23 +82,23 @@ def build_command(options: ServeOptions) -> ServeCommand:
             "give your own, for instance: hsdump serve -- --model-path MODEL --port 30000",
         )
     variables = {
-        ENV_SPOOL: str(options.spool),
+        ENV_DUMP_DIR if options.attach == "patch" else ENV_SPOOL: str(options.spool),
         ENV_LAYERS: options.layers,
         ENV_SPOOL_BYTES: str(options.spool_bytes),
     }
     if options.hand_over != "auto":
         variables[ENV_HAND_OVER] = options.hand_over
     allowed = options.environment.get("SGLANG_PLUGINS", "").strip()
-    if allowed and ENTRY_POINT not in [name.strip() for name in allowed.split(",")]:
+    if options.attach == "plugin" and allowed and ENTRY_POINT not in [name.strip() for name in allowed.split(",")]:
         variables["SGLANG_PLUGINS"] = f"{allowed},{ENTRY_POINT}"
     return ServeCommand(argv=(options.python, "-m", "sglang.launch_server", *args), variables=variables)
 
 
-def check_environment(python: str) -> str:
-    """Make sure that this interpreter has an SGLang with a plugin API, and hsdump beside it.
+def check_environment(python: str) -> tuple[str, str]:
+    """Make sure that this interpreter has an SGLang with a plugin API and hsdump beside it, or one that is patched.
 
     Returns:
-        SGLang's version.
+        SGLang's version, and how capture is attached there: `plugin` or `patch`.
 
     Raises:
         UsageError: what is missing there, and how to add it.
@@ -110,13 +115,16 @@ def check_environment(python: str) -> str:
         raise UsageError(
             f"{python} has no SGLang", "name the interpreter that has it: hsdump serve --python PATH -- ..."
         )
+    if found["api"] and found["plugin"]:
+        return str(found["sglang"]), "plugin"
+    if is_patched(find_site(python=python)):
+        return str(found["sglang"]), "patch"
     if not found["api"]:
         raise UsageError(
-            f"SGLang {found['sglang']} has no plugin API (it came with 0.5.11)", "use SGLang 0.5.11 or later"
+            f"SGLang {found['sglang']} has no plugin API (it came with 0.5.11)",
+            f"use SGLang 0.5.11 or later, or patch this one: hsdump run --python {python} -- ...",
         )
-    if found["plugin"] is None:
-        raise UsageError(
-            f"hsdump is not installed beside SGLang {found['sglang']} in {python}'s environment",
-            f"{python} -m pip install --no-deps hsdump (it needs nothing there that SGLang does not bring)",
-        )
-    return str(found["sglang"])
+    raise UsageError(
+        f"hsdump is not installed beside SGLang {found['sglang']} in {python}'s environment",
+        f"{python} -m pip install --no-deps hsdump (it needs nothing there that SGLang does not bring)",
+    )
