@@ -38,7 +38,7 @@ def prepare(
     out: Path = typer.Option(..., "--out", help="Parquet file to write."),
     model: str | None = typer.Option(None, "--model", help="The target's folder: its tokenizer and chat template."),
     max_tokens: int = typer.Option(32_768, min=1, help="Longest sample."),
-    too_long: str = typer.Option("skip", help="What is above --max-tokens: skip it, or split turns off its end."),
+    too_long: str = typer.Option("skip", help="What is above --max-tokens: skip it, split turns off its end, or cut it."),
     turns: str = typer.Option("all", help="Assistant turns to learn: all or last."),
     thinking: str = typer.Option("keep", help="The assistant's thinking: keep, require, template, drop or refuse."),
     control_tokens: str = typer.Option("skip", help="Rows whose text spells a control token: skip or allow."),
@@ -61,7 +61,7 @@ def prepare(
     """
     options = PromptOptions(
         max_tokens=max_tokens,
-        too_long=one_of("--too-long", too_long, ("skip", "split")),
+        too_long=one_of("--too-long", too_long, ("skip", "split", "cut")),
         turns=one_of("--turns", turns, ("all", "last")),
         thinking=one_of("--thinking", thinking, ("keep", "require", "template", "drop", "refuse")),
         control_tokens=one_of("--control-tokens", control_tokens, ("skip", "allow")),

@@ -42,8 +42,9 @@ class PromptOptions:
     template shows nowhere is counted. require: as keep, but such rows are lost. template: one sample a conversation,
     with what the template leaves of it. drop: remove it before rendering. refuse: skip rows that have any."""
 
-    too_long: Literal["skip", "split"] = "skip"
-    """skip: a sample above `max_tokens` is left out. split: the turns at its end are, until the rest fits."""
+    too_long: Literal["skip", "split", "cut"] = "skip"
+    """skip: a sample above `max_tokens` is left out. split: the turns at its end are, until the rest fits. cut: the
+    tokens above the limit are, in the middle of a turn, and what is left of the reply is learned; counted."""
 
     control_tokens: Literal["skip", "allow"] = "skip"
     """Rows whose text spells a control token of the tokenizer, which would become that token."""

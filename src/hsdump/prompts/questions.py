@@ -41,9 +41,7 @@ class Question:
         return sum(turn is None for turn in self.turns)
 
 
-def parse_question(
-    value: Any, options: PromptOptions, replies: Literal["all", "last"] = "all"
-) -> tuple[str, Question]:
+def parse_question(value: Any, options: PromptOptions, replies: Literal["all", "last"] = "all") -> tuple[str, Question]:
     """Recognise one row, with or without replies in it.
 
     Args:

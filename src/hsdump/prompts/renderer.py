@@ -258,6 +258,9 @@ class Renderer:
         # A template writes BOS itself if its model wants one; text that brings none gets what the tokenizer adds.
         add = bos and not (self.bos_token and layout.text.startswith(self.bos_token))
         input_ids, offsets = self.tokens.encode(layout.text, add_special_tokens=add)
+        if len(input_ids) > self.options.max_tokens and self.options.too_long == "cut":
+            notes["samples-cut-at-limit"] += 1
+            input_ids, offsets = input_ids[: self.options.max_tokens], offsets[: self.options.max_tokens]
         loss_mask, straddling = mask_tokens(offsets, turns)
         notes["tokens-straddling"] += straddling
         check_length(len(input_ids), self.options)
