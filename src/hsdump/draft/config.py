@@ -1,4 +1,4 @@
-"""The shape of a drafter: one EAGLE-3 decoder layer beside a target, everything that an engine must know to build it."""
+"""The shape of a drafter: one EAGLE-3 decoder layer beside a target, and all that an engine must know to build it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hsdump.verify.checkpoint import Checkpoint
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 YARN_OF_MLA = ("mscale", "mscale_all_dim")
-"""DeepSeek's additions to YaRN. A Llama layer knows the plain one only, and engines differ in what they do with these."""
+"""DeepSeek's additions to YaRN. A Llama layer knows the plain one only, and engines treat these differently."""
 
 
 class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):

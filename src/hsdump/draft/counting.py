@@ -31,8 +31,12 @@ RESERVED = re.compile(r"reserved|unused|placeholder|<extra_id_", re.IGNORECASE)
 class Counts:
     """Occurrences under the loss mask."""
 
-    train_V: NDArray[np.int64]
-    held_out_V: NDArray[np.int64]
+    train: NDArray[np.int64]
+    """[V]"""
+
+    held_out: NDArray[np.int64]
+    """[V] of samples that training never sees."""
+
     samples: int
     held_out_samples: int
 
@@ -59,9 +63,7 @@ def count_tokens(store: Store, held_out: float, progress: Callable[[int, int], N
     if not counts[False].sum():
         what = f"{store.path}: no token of its {len(store)} samples is under the loss mask"
         raise InputError(what, "see what the masks are: hsdump prepare INPUT --show 3")
-    return Counts(
-        train_V=counts[False], held_out_V=counts[True], samples=samples[False], held_out_samples=samples[True]
-    )
+    return Counts(train=counts[False], held_out=counts[True], samples=samples[False], held_out_samples=samples[True])
 
 
 def special_tokens(model: str | Path) -> dict[int, str]:
@@ -104,17 +106,17 @@ def _stop_ids(folder: Path) -> set[int]:
 
 def curve(counts: Counts, always: set[int]) -> list[dict[str, Any]]:
     """Give the coverage of sizes: halves of the vocabulary down to the always-in tokens, and the common round ones."""
-    size = len(counts.train_V)
+    size = len(counts.train)
     sizes = {size >> shift for shift in range(12)} | {1000 * k for k in (4, 8, 16, 32, 64, 128)}
     rows = []
     for one in sorted(sizes):
         if max(len(always), 1) <= one <= size:
-            vocab = choose(counts.train_V, one, always)
+            vocab = choose(counts.train, one, always)
             rows.append(
                 {
                     "size": one,
-                    "train": vocab.covered(counts.train_V),
-                    "held_out": vocab.covered(counts.held_out_V) if counts.held_out_samples else None,
+                    "train": vocab.covered(counts.train),
+                    "held_out": vocab.covered(counts.held_out) if counts.held_out_samples else None,
                 }
             )
     return rows
@@ -130,13 +132,13 @@ def recommended(rows: list[dict[str, Any]]) -> int:
 
 def coverage_facts(vocab: DraftVocab, counts: Counts) -> dict[str, Any]:
     """Say what a mapping covers of these tokens."""
-    missed = np.where(vocab.t2d, 0, counts.train_V + counts.held_out_V)
+    missed = np.where(vocab.t2d, 0, counts.train + counts.held_out)
     worst = np.argsort(-missed, kind="stable")[:10]
     return {
         "size": vocab.size,
         "target_size": vocab.target_size,
-        "coverage_train": vocab.covered(counts.train_V),
-        "coverage_held_out": vocab.covered(counts.held_out_V) if counts.held_out_samples else None,
-        "distinct_train": int((counts.train_V > 0).sum()),
+        "coverage_train": vocab.covered(counts.train),
+        "coverage_held_out": vocab.covered(counts.held_out) if counts.held_out_samples else None,
+        "distinct_train": int((counts.train > 0).sum()),
         "missed": [{"id": int(one), "count": int(missed[one])} for one in worst if missed[one]],
     }

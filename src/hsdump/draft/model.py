@@ -41,7 +41,7 @@ class Inputs:
     """int64 [documents], on the CPU."""
 
 
-class Attention(nn.Module):
+class Attention(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """Reads the embedding and the state side by side: its inputs are 2H wide."""
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         return _rotate(q, *rope), _rotate(k, *rope), v
 
 
-class Mlp(nn.Module):
+class Mlp(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """Llama's."""
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -72,10 +72,10 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]  # torch is Any to mypy
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class DraftLayer(nn.Module):
+class DraftLayer(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """The one decoder layer. Its residual is the state as it came in, not its norm."""
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -98,7 +98,7 @@ class DraftLayer(nn.Module):
         return hidden_TH + self.mlp(self.post_attention_layernorm(hidden_TH))
 
 
-class Drafter(nn.Module):
+class Drafter(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """EAGLE-3's drafter with one Llama layer."""
 
     d2t: Tensor
@@ -131,7 +131,7 @@ class Drafter(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """[T, H] one state of the target's three."""
-        return self.fc(aux)  # type: ignore[no-any-return]  # torch is Any to mypy
+        return self.fc(aux)
 
     def rope(self, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, D] of positions."""

@@ -49,7 +49,7 @@ class Target:
         return self.checkpoint.rows(self._embedding, np.arange(self.vocab_size, dtype=np.int64))
 
     def first_choices(self, final_TH: Tensor) -> Tensor:
-        """int64 [T] the token that the target itself says next, over its whole vocabulary, a block of rows at a time."""
+        """int64 [T] the token that the target itself says next, of its whole vocabulary; a block of rows at a time."""
         best = torch.full((len(final_TH),), float("-inf"), device=final_TH.device)
         choice = torch.zeros(len(final_TH), dtype=torch.int64, device=final_TH.device)
         final = final_TH.float()

@@ -2,8 +2,9 @@
 
 Letters: V = target vocabulary, K = draft vocabulary.
 
-`d2t` int64 [K] holds offsets (target id = draft id + d2t[draft id]), `t2d` bool [V] marks the chosen tokens: what SGLang,
-vLLM and the trainers expect. Chosen ids ascend, so both maps say the same; `check` proves it for maps from elsewhere.
+`d2t` int64 [K] holds offsets (target id = draft id + d2t[draft id]), `t2d` bool [V] marks the chosen tokens: what
+SGLang, vLLM and the trainers expect. Chosen ids ascend, so both maps say the same; `DraftVocab.checked` proves it for
+maps from elsewhere.
 """
 
 from __future__ import annotations
