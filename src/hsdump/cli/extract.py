@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from hsdump.cli.answering import AnswerOptions, answer_first, both
+from hsdump.cli.far import run_collectors, run_on_ray
 from hsdump.cli.options import one_of, read_template
 from hsdump.cli.output import Result, emit
 from hsdump.cli.watching import Watch, run_session
@@ -20,6 +21,7 @@ from hsdump.extract.plan import ExtractOptions, check_output
 from hsdump.extract.session import Endpoint, read_endpoints
 from hsdump.layers import parse_layers
 from hsdump.prompts import PromptOptions
+from hsdump.store.attach import RemoteOptions
 
 EPILOG = "Example:  hsdump extract chats.jsonl --server http://127.0.0.1:30000 --out /data/kimi-store"
 
@@ -30,11 +32,15 @@ def add_to(app: typer.Typer) -> None:
 
 def extract(
     inputs: list[Path] = typer.Argument(..., metavar="INPUT...", help="JSONL, JSON or Parquet: chats or token ids."),
-    out: Path = typer.Option(..., help="The store. Running again with the same store goes on where it stopped."),
+    out: Path = typer.Option(None, help="The store. Running again with the same store goes on where it stopped."),
     server: list[str] = typer.Option(
         [], help="URL of an SGLang server started with `hsdump serve`; its key in HSDUMP_API_KEY. Repeatable."
     ),
     servers: Path = typer.Option(None, help="File with a URL a line, for many servers."),
+    collector: list[str] = typer.Option(
+        [], help="URL of `hsdump collect` beside a remote server, instead of --server and --out. Repeatable."
+    ),
+    ray: str = typer.Option(None, help="Address of a Ray cluster, or auto: a collector beside each --server."),
     engine: str = typer.Option("sglang", help="sglang, or transformers to run the model in this process."),
     model: str = typer.Option(None, help="Model folder (tokenizer).  [default: what the server names]"),
     layers: str = typer.Option("auto", help="Which of the captured layers to store, or auto for all of them."),
@@ -68,6 +74,8 @@ def extract(
     top_p: float = typer.Option(None, help="With --generate: nucleus sampling."),
     max_new_tokens: int = typer.Option(None, min=1, help="With --generate: longest answer; by default 2048."),
     seed: int = typer.Option(None, help="With --generate: repeatable answers, where the server is deterministic."),
+    remote: str = typer.Option(None, help="URL that committed shards are uploaded to, as s3://bucket/folder."),
+    local_bytes: int = typer.Option(None, min=0, help="With --remote: most bytes of uploaded shards that stay here."),
     shard_bytes: int = typer.Option(1 << 30, min=1 << 16, help="Size at which a shard is closed."),
     json_log: Path = typer.Option(None, help="Append every event to this file, a line of JSON each."),
     metrics_port: int = typer.Option(None, min=1, max=65535, help="Numbers for Prometheus at 127.0.0.1."),
@@ -77,7 +85,14 @@ def extract(
 
     Exit codes: 0 all committed, 3 some samples failed or rows were unreadable, 4 stopped early.
     """
-    check_output(out)
+    if out is None and not collector:
+        raise UsageError("--out is missing", "name the folder of the store: --out /data/store")
+    if collector and (out is not None or server or servers or ray):
+        what = "--collector does not go with --out, --server, --servers or --ray"
+        raise UsageError(what, "the partition is named where hsdump collect runs")
+    out = out or Path()
+    if not collector:
+        check_output(out)
     options = ExtractOptions(
         inputs=tuple(inputs),
         out=out,
@@ -90,6 +105,7 @@ def extract(
         retry_failed=retry_failed,
         codec=one_of("--codec", codec, ("raw", "blosc2", "fp8")),
         shard_bytes=shard_bytes,
+        remote=RemoteOptions(url=remote, local_bytes=local_bytes),
         commit_s=commit_seconds,
         only=read_names(only),
         max_failed=max_failed,
@@ -112,13 +128,16 @@ def extract(
     options, answered = answer_first(options, answers, first_server, wait_s=server_wait, quiet=json)
     if answered is not None and (answered.stopped or not answered.samples["samples"]):
         raise typer.Exit(emit(both(answered, Result(data={}, text="", exit_code=0)), as_json=json))
-    if engine == "sglang":
-        endpoints = read_endpoints(server, servers, spool)
-        engines = _sglang_engines(endpoints, options, request_timeout)
-    else:
-        engines = {engine: _embedded_engine(engine, options)}
     watch = Watch(quiet=json, json_log=json_log, metrics_port=metrics_port)
-    state = asyncio.run(run_session(engines, options, watch))
+    if collector:
+        state = run_collectors(collector, options, watch)
+    elif ray is not None:
+        state = run_on_ray(ray, read_endpoints(server, servers, spool), options, watch)
+    elif engine == "sglang":
+        engines = _sglang_engines(read_endpoints(server, servers, spool), options, request_timeout)
+        state = asyncio.run(run_session(engines, options, watch))
+    else:
+        state = asyncio.run(run_session({engine: _embedded_engine(engine, options)}, options, watch))
     result = Result(data=state.report(), text=summary(state), exit_code=state.exit_code())
     raise typer.Exit(emit(both(answered, result), as_json=json))
 

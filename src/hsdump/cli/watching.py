@@ -12,13 +12,14 @@ from pathlib import Path
 import typer
 
 from hsdump.engines.base import Engine
+from hsdump.engines.collector import CollectorEngine
 from hsdump.extract.display import Display, greeting
 from hsdump.extract.driver import Driver
 from hsdump.extract.events import Events, JsonLog
 from hsdump.extract.heartbeat import Heartbeat
 from hsdump.extract.plan import ExtractOptions, make_plan
 from hsdump.extract.prometheus import serve_metrics
-from hsdump.extract.session import limits_of, make_session, shake_hands
+from hsdump.extract.session import begin_collecting, limits_of, make_session, shake_hands
 from hsdump.extract.state import RunState
 
 PROGRESS_EVERY = 5
@@ -42,14 +43,17 @@ async def run_session(engines: dict[str, Engine], options: ExtractOptions, watch
     """
     fleet = None
     try:
-        lanes, info = await shake_hands(engines, limits_of(options))
+        collectors = any(isinstance(engine, CollectorEngine) for engine in engines.values())
+        lanes, info = await shake_hands(engines, limits_of(options, collectors=collectors))
         if not watch.quiet:
             typer.echo(greeting(info), err=True)
             for lane in lanes:
                 problem = f"is left out until it answers: {lane.problem.what}" if lane.problem else "is there"
                 typer.echo(f"  server {lane.state.name} {problem}", err=True)
         events = Events()
-        session = make_session(lanes, make_plan(options, info), options, events)
+        plan = make_plan(options, info)
+        await begin_collecting(lanes, plan, options)
+        session = make_session(lanes, plan, options, events)
         fleet = session.fleet
         stop_on_signals(session.driver)
         with ExitStack() as stack:

@@ -125,7 +125,9 @@ class CollectorEngine:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._terms: Terms | None = None
+        self.terms: Terms | None = None
+        """Under which a partition is opened, again after a reconnect."""
+
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
         self._outbox: list[WireSample] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -159,7 +161,7 @@ class CollectorEngine:
         Raises:
             ServerError: it was made under other terms, or cannot be written.
         """
-        self._terms = terms
+        self.terms = terms
         try:
             raw = await self._transport.call("begin", msgspec.msgpack.encode(terms))
         except ServerAway as away:
@@ -190,8 +192,8 @@ class CollectorEngine:
     async def reconnect(self) -> EngineInfo:
         info = await self.ask()
         await self._stop_tasks()
-        if self._terms is not None:
-            await self.begin(self._terms)
+        if self.terms is not None:
+            await self.begin(self.terms)
         return info
 
     async def load(self) -> ServerLoad | None:

@@ -16,6 +16,7 @@ from hsdump.extract.events import Events
 from hsdump.extract.finite import first_non_finite
 from hsdump.extract.keeper import Keeper, request_ids
 from hsdump.extract.lanes import Cost, Fleet, Lane
+from hsdump.extract.ledger import Ledger
 from hsdump.extract.only import Only
 from hsdump.extract.plan import ExtractOptions, ExtractPlan
 from hsdump.extract.state import RunState
@@ -61,14 +62,21 @@ class Driver:
     """Runs samples through servers into a store."""
 
     def __init__(
-        self, fleet: Fleet, plan: ExtractPlan, options: ExtractOptions, keeper: Keeper, state: RunState, events: Events
+        self,
+        fleet: Fleet,
+        plan: ExtractPlan,
+        options: ExtractOptions,
+        keeper: Keeper | Ledger,
+        state: RunState,
+        events: Events,
     ) -> None:
         self._fleet, self._plan, self._options = fleet, plan, options
         self._keeper, self.state, self._events = keeper, state, events
         state.engine = plan.info
         state.lanes = [lane.state for lane in fleet.lanes]
-        self._slots = asyncio.Semaphore(options.concurrency * len(fleet.lanes))
-        self._disk = DiskGuard(options.out, options.disk_reserve)
+        self._slots = asyncio.Semaphore(fleet.limits.concurrency * len(fleet.lanes))
+        writes_here = isinstance(keeper, Keeper)
+        self._disk = DiskGuard(options.out, options.disk_reserve) if writes_here else None
         self._only = Only(options.only)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -132,7 +140,7 @@ class Driver:
         try:
             while True:
                 await asyncio.sleep(min(TICK_S, self._options.commit_s))
-                self.state.disk_free = self._disk.free()
+                self.state.disk_free = self._disk.free() if self._disk else None
                 await self._keeper.tick()
         except HsdumpError as error:
             self._end_early(error)
@@ -180,7 +188,8 @@ class Driver:
             return
         self._keeper.note(sample, "pending")
         await self._slots.acquire()
-        self._disk.check(len(sample.input_ids) * self._plan.shape.bytes_per_token, self.state)
+        if self._disk is not None:
+            self._disk.check(len(sample.input_ids) * self._plan.shape.bytes_per_token, self.state)
         job = _Job(sample, Cost(len(sample.input_ids), num_bytes))
         task = asyncio.create_task(self._work(job))
         self._tasks.add(task)

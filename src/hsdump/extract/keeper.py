@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from hsdump.engines.base import CapturedSample
@@ -40,6 +41,9 @@ class Keeper:
         self._thread = ThreadPoolExecutor(1, "hsdump-store")
         self._failed_before: frozenset[str] = frozenset()
         self._uncommitted: dict[str, int] = {}
+        self._commits: deque[Future[list[str]]] = deque()
+        """Under way or not counted yet, oldest first."""
+
         self._last_commit_s = time.monotonic()
         self._notes: dict[str, RequestRow] = {}
         self._gone: set[str] = set()
@@ -154,22 +158,37 @@ class Keeper:
         else:
             self._state.already += 1  # an equal row was in flight at the same time
         if self._is_due() or self._writer.is_full:
-            self._commit()
+            self._begin_commit()
 
     def _is_due(self) -> bool:
         return time.monotonic() - self._last_commit_s > self._options.commit_s
 
     def _tick(self) -> None:
         if self._uncommitted and self._is_due():
-            self._commit()
+            self._begin_commit()
+        self._collect()
         self._write_notes()
 
     def _finish(self) -> None:
-        self._commit()
+        keys = self._writer.commit()
+        self._collect()
+        self._count(keys)
         self._write_notes()
 
-    def _commit(self) -> None:
-        keys = self._writer.commit()
+    def _begin_commit(self) -> None:
+        """Have the store's second thread make durable what was captured, while the next shard fills."""
+        for key in self._uncommitted:
+            self._notes.pop(key, None)  # a note written after the commit would be of a sample that is done
+        self._commits.append(self._writer.begin_commit())
+        self._last_commit_s = time.monotonic()
+        self._collect()
+
+    def _collect(self) -> None:
+        """Count the commits that are done."""
+        while self._commits and self._commits[0].done():
+            self._count(self._commits.popleft().result())
+
+    def _count(self, keys: list[str]) -> None:
         tokens = 0
         for key in keys:
             tokens += (num_tokens := self._uncommitted.pop(key))
@@ -177,7 +196,6 @@ class Keeper:
             self._state.committed += 1
             self._state.tokens += num_tokens
             self._state.state_bytes += num_tokens * self._plan.shape.bytes_per_token
-        self._last_commit_s = time.monotonic()
         if keys:
             self._events("committed", samples=len(keys), tokens=tokens, keys=keys)
 

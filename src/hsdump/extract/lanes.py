@@ -149,7 +149,7 @@ class Fleet:
         """Args:
         reference: what every server must be.
         """
-        self.lanes, self._reference, self._limits, self._events = lanes, reference, limits, events
+        self.lanes, self.limits, self._reference, self._events = lanes, limits, reference, events
         self._rate = TokenRate(limits.max_rate)
         self._turn = asyncio.Lock()
         self._pulse = asyncio.Event()
@@ -256,7 +256,7 @@ class Fleet:
         waiting = [
             lane
             for lane in self.lanes
-            if lane.state.status != "refused" and now_s - (lane.away_since_s or now_s) <= self._limits.server_wait_s
+            if lane.state.status != "refused" and now_s - (lane.away_since_s or now_s) <= self.limits.server_wait_s
         ]
         if waiting:
             return
@@ -265,7 +265,7 @@ class Fleet:
             raise refused
         what = "; ".join(f"{lane.state.name}: {_reason(lane)}" for lane in self.lanes)
         raise ServersLost(
-            f"{what}; away for more than {self._limits.server_wait_s:.0f} s",
+            f"{what}; away for more than {self.limits.server_wait_s:.0f} s",
             "start the server again and run the same extract command: it goes on where it stopped",
         )
 

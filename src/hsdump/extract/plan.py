@@ -16,6 +16,7 @@ from hsdump.layers import check_layers
 from hsdump.prompts import PromptOptions, Renderer, prepared_settings
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.store import Manifest
+from hsdump.store.attach import RemoteOptions
 
 LAYER_MEANING = "index into transformers' output_hidden_states (0 = embeddings, k = output of decoder layer k-1)"
 
@@ -43,6 +44,9 @@ class ExtractOptions:
     retry_failed: bool = False
     codec: str = "raw"
     """How states are stored: `raw`, `blosc2` (lossless) or `fp8`."""
+
+    remote: RemoteOptions = field(default_factory=RemoteOptions)
+    """A URL that committed shards go to, and how much stays here."""
 
     shard_bytes: int = 1 << 30
     commit_s: float = 30.0

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hsdump.engines.base import Engine
+from hsdump.engines.collector import CollectorEngine, Terms
 from hsdump.errors import HsdumpError, ServerError, UsageError
 from hsdump.extract.driver import Driver
 from hsdump.extract.events import Events
 from hsdump.extract.keeper import Keeper
 from hsdump.extract.lanes import Fleet, FleetLimits, Lane, model_differences
+from hsdump.extract.ledger import Ledger
 from hsdump.extract.plan import ExtractOptions, ExtractPlan, count_rows
 from hsdump.extract.state import RunState
 from hsdump.prompts import Skip, read_samples
@@ -68,7 +70,10 @@ async def shake_hands(engines: dict[str, Engine], limits: FleetLimits) -> tuple[
     Raises:
         ServerError: nobody captures, or two servers would give states that may not be mixed.
     """
-    asked = (asyncio.to_thread(engine.handshake) for engine in engines.values())
+    asked = (
+        engine.ask() if isinstance(engine, CollectorEngine) else asyncio.to_thread(engine.handshake)
+        for engine in engines.values()
+    )
     answers = await asyncio.gather(*asked, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, HsdumpError):
@@ -91,7 +96,19 @@ async def shake_hands(engines: dict[str, Engine], limits: FleetLimits) -> tuple[
     return lanes, infos[0]
 
 
-def limits_of(options: ExtractOptions) -> FleetLimits:
+COLLECTOR_QUEUE = 64
+"""Times a server's concurrency, the samples that a collector holds until they are committed."""
+
+
+def limits_of(options: ExtractOptions, *, collectors: bool = False) -> FleetLimits:
+    """Give a run's limits. Collectors keep those of their servers; here they only bound what is out."""
+    if collectors:
+        return FleetLimits(
+            concurrency=options.concurrency * COLLECTOR_QUEUE,
+            max_rate=options.max_rate,
+            live_share=1.0,
+            server_wait_s=options.server_wait_s,
+        )
     return FleetLimits(
         concurrency=options.concurrency,
         tokens=options.tokens_in_flight,
@@ -101,13 +118,41 @@ def limits_of(options: ExtractOptions) -> FleetLimits:
     )
 
 
+async def begin_collecting(lanes: Sequence[Lane], plan: ExtractPlan, options: ExtractOptions) -> None:
+    """Open the partitions of all collectors under the same terms; those that are away get them when they come.
+
+    Raises:
+        ServerError: a partition was made under other terms.
+    """
+    terms = Terms(
+        layers=plan.shape.layers,
+        max_tokens=plan.prompt_options.max_tokens,
+        tokenizer_digest=plan.manifest.tokenizer_digest,
+        template_digest=plan.manifest.template_digest,
+        codec=options.codec,
+        shard_bytes=options.shard_bytes,
+        commit_s=options.commit_s,
+        attempts=options.attempts,
+        concurrency=options.concurrency,
+        tokens_in_flight=options.tokens_in_flight,
+        live_share=options.live_share,
+        disk_reserve=options.disk_reserve,
+        server_wait_s=options.server_wait_s,
+    )
+    for lane in lanes:
+        if isinstance(lane.engine, CollectorEngine):
+            lane.engine.terms = terms
+    up = [lane.engine for lane in lanes if isinstance(lane.engine, CollectorEngine) and lane.info is not None]
+    await asyncio.gather(*(engine.begin(terms) for engine in up))
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """One run, ready to go."""
 
     driver: Driver
     fleet: Fleet
-    keeper: Keeper
+    keeper: Keeper | Ledger
     open_rows: Callable[[], Rows]
 
     @property
@@ -132,13 +177,17 @@ def make_session(
     """
 
     def open_store() -> StoreWriter:
-        return StoreWriter.open(options.out, plan.manifest, options=WriterOptions(shard_bytes=options.shard_bytes))
+        writer_options = WriterOptions(shard_bytes=options.shard_bytes, remote=options.remote)
+        return StoreWriter.open(options.out, plan.manifest, options=writer_options)
 
     def read_files() -> Rows:
         return read_samples(options.inputs, plan.renderer, plan.prompt_options)
 
+    collectors = [lane.engine for lane in lanes if isinstance(lane.engine, CollectorEngine)]
     state = RunState(rows_expected=count_rows(options.inputs) if options.inputs and open_rows is None else None)
-    keeper = Keeper(open_store, plan, options, state, events)
-    fleet = Fleet(lanes, plan.info, limits_of(options), events)
+    keeper: Keeper | Ledger = Keeper(open_store, plan, options, state, events)
+    if collectors:
+        keeper = Ledger(collectors, plan, state, events)
+    fleet = Fleet(lanes, plan.info, limits_of(options, collectors=bool(collectors)), events)
     driver = Driver(fleet, plan, options, keeper, state, events)
     return Session(driver, fleet, keeper, open_rows or read_files)

@@ -99,6 +99,9 @@ class RunState:
     failures: list[FailedSample] = field(default_factory=list)
     """The first ones of this run."""
 
+    partitions: list[str] = field(default_factory=list)
+    """Where collectors wrote, each on its own host."""
+
     disk_free: int | None = None
     is_open: bool = False
     """The store is open: from here on, this run may speak for it."""
@@ -171,6 +174,7 @@ class RunState:
             "retries": self.retries,
             "server_deaths": self.server_deaths,
             "aborted_leftovers": self.aborted,
+            "partitions": self.partitions,
             "servers": [asdict(lane) for lane in self.lanes],
             "tokens": self.tokens,
             "state_bytes": self.state_bytes,
