@@ -32,7 +32,7 @@ def probe(
 ) -> None:
     """Identify each captured state by numbers: embedding rows, the checkpoint's own layers, norm and head.
 
-    Three sequences of 24 tokens are captured; of the checkpoint, only the layers that are needed are read, one at a time.
+    Three sequences of 24 tokens are captured; of the checkpoint, only the needed layers are read, one at a time.
 
     Exit codes: 0 agrees with what the capture claims, 1 contradicts it, 2 can't (and why).
     """
