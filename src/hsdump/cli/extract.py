@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from hsdump.cli.answering import AnswerOptions, answer_first, both
+from hsdump.cli.checking import probe_servers, run_decode
 from hsdump.cli.far import run_collectors, run_on_ray
 from hsdump.cli.options import one_of, read_template
 from hsdump.cli.output import Result, emit
@@ -22,6 +23,9 @@ from hsdump.extract.session import Endpoint, read_endpoints
 from hsdump.layers import parse_layers
 from hsdump.prompts import PromptOptions
 from hsdump.store.attach import RemoteOptions
+
+DECODE_TOKENS = 32
+"""Generated for each sample by --phase decode, unless --max-new-tokens says otherwise."""
 
 EPILOG = "Example:  hsdump extract chats.jsonl --server http://127.0.0.1:30000 --out /data/kimi-store"
 
@@ -77,6 +81,9 @@ def extract(
     remote: str = typer.Option(None, help="URL that committed shards are uploaded to, as s3://bucket/folder."),
     local_bytes: int = typer.Option(None, min=0, help="With --remote: most bytes of uploaded shards that stay here."),
     shard_bytes: int = typer.Option(1 << 30, min=1 << 16, help="Size at which a shard is closed."),
+    probe: bool = typer.Option(True, help="First identify the server's layers by numbers, once a server and model."),
+    phase: str = typer.Option("prefill", help="prefill, or decode: answer greedily and capture the decode steps."),
+    prefill_out: Path = typer.Option(None, help="With --phase decode: the same tokens by prefill, into this store."),
     json_log: Path = typer.Option(None, help="Append every event to this file, a line of JSON each."),
     metrics_port: int = typer.Option(None, min=1, max=65535, help="Numbers for Prometheus at 127.0.0.1."),
     json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
@@ -121,6 +128,13 @@ def extract(
             trust_remote_code=trust_remote_code,
         ),
     )
+    endpoints = read_endpoints(server, servers, spool) if engine == "sglang" and not collector else []
+    if probe:
+        probe_servers([(endpoint.url, endpoint.spool) for endpoint in endpoints], model, quiet=json)
+    if one_of("--phase", phase, ("prefill", "decode")) == "decode":
+        first = endpoints[0].url if endpoints else None
+        done = run_decode(first, spool, options, max_new_tokens or DECODE_TOKENS, prefill_out)
+        raise typer.Exit(emit(done, as_json=json))
     answers = AnswerOptions(
         on=generate, n=n, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
     )
