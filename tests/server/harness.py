@@ -52,10 +52,16 @@ class SglangServer:
     capture: bool = True
     """Through `hsdump serve`; False: plain `python -m sglang.launch_server`."""
 
+    verb: str = "serve"
+    """Or `run`, which patches, serves and restores."""
+
     serve_options: tuple[str, ...] = ()
     sglang_args: tuple[str, ...] = ("--chunked-prefill-size", "64")
     version: str | None = None
     """Another release than the installed one: a folder name under `.cache/sglang-<version>`."""
+
+    tree: Path | None = None
+    """Another release, unpacked into this folder."""
 
     warm_up: bool = False
     """With SGLang's own warm-up request, which makes the start slower."""
@@ -63,6 +69,7 @@ class SglangServer:
     stop_with: signal.Signals = signal.SIGINT
     """On SIGTERM SGLang first waits up to 10 s for requests that may still be running; Ctrl-C takes one second."""
 
+    stop_limit_s: float = STOP_LIMIT_S
     tp: int = 1
     env: dict[str, str] = field(default_factory=dict)
     port: int = 0
@@ -89,7 +96,7 @@ class SglangServer:
             args += ["--tp", str(self.tp), "--disable-custom-all-reduce"]
         command = [str(SGLANG_PYTHON), "-m", "sglang.launch_server", *args]
         if self.capture:
-            serve = ["serve", "--python", str(SGLANG_PYTHON), *self.serve_options, "--", *args]
+            serve = [self.verb, "--python", str(SGLANG_PYTHON), *self.serve_options, "--", *args]
             command = [sys.executable, "-m", "hsdump.cli.main", *serve]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -118,14 +125,14 @@ class SglangServer:
             send = os.killpg if number is signal.SIGKILL else os.kill
             send(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_LIMIT_S)
+            process.wait(self.stop_limit_s)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def _environment(self) -> dict[str, str]:
         env = {**os.environ, **_CPU_ENV, "SGLANG_DISABLED_MODEL_ARCHS": self._unused_models(), **self.env}
-        path = [str(_MLA_PLUGIN)]
+        path = [str(_MLA_PLUGIN)] if self.tree is None else [str(self.tree), str(_MLA_PLUGIN)]
         if self.version is not None:
             path = [str(CACHE / f"sglang-{self.version}"), str(CACHE / "sglang-overlay"), *path]
         if self.tp > 1:
@@ -136,8 +143,9 @@ class SglangServer:
     def _unused_models(self) -> str:
         """Name this release's model modules that no test serves."""
         installed = "lib/python*/site-packages/sglang/srt/models/*.py"
-        environment, release = SGLANG_PYTHON.parents[1], CACHE / f"sglang-{self.version}/sglang/srt/models"
-        files = environment.glob(installed) if self.version is None else release.glob("*.py")
+        environment, release = SGLANG_PYTHON.parents[1], self.tree or CACHE / f"sglang-{self.version}"
+        plain = self.version is None and self.tree is None
+        files = environment.glob(installed) if plain else release.glob("sglang/srt/models/*.py")
         return ",".join(sorted({path.stem for path in files} - {*_MODELS, "__init__"}))
 
     def _wait_until_up(self) -> None:

@@ -128,8 +128,9 @@ def _bytecode_back(site: Site, journal: Journal, record: FileRecord, disk: Disk)
     folder = path.parent / "__pycache__"
     back = {name for name in record.bytecode if _kept(site, journal, record, name).is_file()}
     for compiled in sorted(folder.glob(f"{path.stem}.*.pyc")):
-        # One that was never put aside, since an apply stopped before, is the original's own.
-        if compiled.name in back or journal.state != APPLYING:
+        # The original's own: never put aside, since the apply stopped before, or put back already by a killed restore.
+        own = compiled.name in record.bytecode or journal.state == APPLYING
+        if compiled.name in back or not own or record.kept_edits:
             disk.remove(compiled)
     for name in sorted(back):
         if record.kept_edits:
