@@ -258,11 +258,12 @@ def campaign(url: str, model: Path, folder: Path, count: int) -> dict[str, Any]:
 
 def as_table(result: Mapping[str, Any]) -> str:
     """Write the result as Markdown."""
+    what = f"{result['engine']}; {result['samples']} samples, {result['tokens']} tokens; hsdump {result['hsdump']}; "
+    what += f"{result['seconds']} s on {result['machine']}. `{result['command']}`"
     lines = [
         "# Sabotage campaign",
         "",
-        f"{result['engine']}; {result['samples']} samples, {result['tokens']} tokens; hsdump {result['hsdump']}; "
-        f"{result['seconds']} s on {result['machine']}. `{result['command']}`",
+        what,
         "",
         "| sabotage | " + " | ".join(DETECTORS) + " |",
         "|---|" + "---|" * len(DETECTORS),

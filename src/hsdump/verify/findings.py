@@ -42,6 +42,7 @@ SUSPICIOUS = frozenset(
         "norm-drop",
         "norm-peak",
         "norm-of-sample",
+        "float16-grid",
     )
 )
 

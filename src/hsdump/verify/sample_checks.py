@@ -21,6 +21,7 @@ from hsdump.store.format import INPUT_IDS, LOSS_MASK, SampleRecord, TensorEntry,
 from hsdump.store.index import IndexedSample
 from hsdump.store.manifest import Manifest
 from hsdump.verify.findings import Finding
+from hsdump.verify.grid import GridEvidence
 from hsdump.verify.norms import NormHistogram, repeated_rows, scan_rows, stand_out
 
 READ_BYTES = 1 << 30
@@ -35,6 +36,10 @@ class SampleResult:
     histograms: dict[str, NormHistogram] = field(default_factory=dict)
     medians: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
     """State to (sample, median norm)."""
+
+    grid: GridEvidence = field(default_factory=GridEvidence)
+    float16: list[tuple[str, str]] = field(default_factory=list)
+    """Samples that were float16 once: key and source."""
 
     samples: int = 0
     tokens: int = 0
@@ -65,11 +70,17 @@ class SampleChecker:
         input_ids = _array(data.get(INPUT_IDS), "<i8")
         loss_mask = _array(data.get(LOSS_MASK), np.dtype(np.uint8))
         self._check_tokens(record, input_ids, loss_mask, found)
+        grid = GridEvidence()
         for name in self._shape.names:
             entries = [entry for entry in record.tensors if entry.name == name or entry.name.startswith(name + ".")]
             state_SH = self._state(name, entries, record.num_tokens, found)
             if state_SH is not None:
                 self._check_state(name, state_SH, input_ids, found)
+                if self._shape.dtype == "bfloat16" and entries[0].codec != "fp8":
+                    grid.add(state_SH)
+        self.result.grid.merge(grid)
+        if grid.is_float16:
+            self.result.float16.append((record.key, record.source))
         _check_equal_layers(record, self._shape.names, found)
 
     def _read(self, entry: TensorEntry, found: _Found) -> bytearray:

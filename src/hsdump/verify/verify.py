@@ -22,6 +22,7 @@ from hsdump.store.reader import Store
 from hsdump.store.recovery import list_shards
 from hsdump.store.shard_reader import damaged_pads, read_header
 from hsdump.verify.findings import Collector, Finding, Report, Sampled
+from hsdump.verify.grid import GridEvidence
 from hsdump.verify.norms import SAMPLE_FACTOR, NormHistogram
 from hsdump.verify.sample_checks import SampleChecker, SampleResult, batches
 
@@ -84,6 +85,8 @@ class _Run:
         self._collector, self._report = collector, report
         self._manifest: Manifest = store.manifest
         self._histograms = {name: NormHistogram() for name in self._manifest.shape.names}
+        self._grid = GridEvidence()
+        self._float16: list[tuple[str, str]] = []
         self._medians: dict[str, list[tuple[str, float]]] = {}
         self._first_with_tokens: dict[str, str] = {}
 
@@ -102,6 +105,7 @@ class _Run:
         whole = [shard for shard in shards if self._check_shard(shard)]
         self._check_samples(whole)
         self._compare_medians()
+        self._check_float16()
         self._report.layers = [histogram.summary(name) for name, histogram in self._histograms.items()]
         self._report.failures = dict(Counter(failure.reason for failure in self._store.failures().values()))
         self._report.skips = dict(self._store.skips())
@@ -207,6 +211,8 @@ class _Run:
             self._histograms[name].merge(histogram)
         for name, medians in result.medians.items():
             self._medians.setdefault(name, []).extend(medians)
+        self._grid.merge(result.grid)
+        self._float16 += result.float16
         self._report.samples += result.samples
         self._report.tokens += result.tokens
         self._report.learned_tokens += result.learned_tokens
@@ -221,6 +227,15 @@ class _Run:
                 if not typical / SAMPLE_FACTOR <= median <= typical * SAMPLE_FACTOR:
                     detail = f"median norm {median:.3g}, of all samples {typical:.3g}"
                     self._collector.add(Finding(check="norm-of-sample", detail=detail, sample=key, layer=name))
+
+    def _check_float16(self) -> None:
+        """Say that states were rounded to float16: once when all were, else for each sample that was."""
+        detail = "bfloat16 states whose tiniest values all lie on float16's grid: rounded to float16 on their way"
+        if self._grid.is_float16:
+            self._add("float16-grid", f"all samples: {detail}")
+            return
+        for key, source in self._float16:
+            self._collector.add(Finding(check="float16-grid", detail=detail, sample=key, source=source))
 
 
 def _check_batch(path: Path, manifest: Manifest, rows: list[IndexedSample]) -> SampleResult:
