@@ -1,4 +1,4 @@
-"""One process or many: what differs between them, in one place. `torchrun` sets the environment; nothing else is needed."""
+"""One process or many: what differs between them, in one place. `torchrun` sets the environment that is read here."""
 
 from __future__ import annotations
 
