@@ -249,7 +249,7 @@ class Fleet:
             soonest = min(soonest, lane_wait_s or soonest)
             if not lane_wait_s:
                 fitting.append(lane)
-        return min(fitting, key=lambda lane: lane.state.in_flight_tokens, default=None), soonest
+        return min(fitting, key=lambda lane: (lane.state.in_flight_tokens, lane.state.tokens), default=None), soonest
 
     def _raise_if_lost(self) -> None:
         now_s = time.monotonic()

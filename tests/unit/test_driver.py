@@ -1,0 +1,342 @@
+"""The driver's own rules, with engines whose behaviour the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hsdump.cli.main import main
+from hsdump.cli.watching import Watch, run_session
+from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, ServerAway, ServerLoad
+from hsdump.errors import HsdumpError, ServerError, UsageError
+from hsdump.extract.collector_http import check_address
+from hsdump.extract.finite import first_non_finite
+from hsdump.extract.lanes import SICK_AFTER
+from hsdump.extract.only import read_names
+from hsdump.extract.plan import ExtractOptions
+from hsdump.extract.session import read_endpoints, shake_hands
+from hsdump.extract.state import RunState
+from hsdump.schema import EngineInfo, StateShape
+from hsdump.store import Store
+
+SHAPE = StateShape(layers=(1, 2, 3), hidden_size=8, dtype="bfloat16", final_state="post_norm")
+INFO = EngineInfo(
+    engine="sglang",
+    engine_version="0",
+    attach="plugin",
+    hsdump_version="0",
+    model_path="/nowhere",
+    model_class="Model",
+    num_layers=8,
+    vocab_size=1000,
+    context_length=100,
+    shape=SHAPE,
+    device="cpu",
+)
+
+Behaviour = Callable[[CaptureRequest, int], None]
+"""Called with a request and how often its sample was sent before; raises what shall go wrong."""
+
+
+class ScriptedEngine:
+    """Zeros for every sample, after the script had its say."""
+
+    def __init__(self, script: Behaviour | None = None, info: EngineInfo | HsdumpError = INFO) -> None:
+        self.script, self.info = script, info
+        self.lost = False
+        self.sent: Counter[str] = Counter()
+        self.together = self.most_together = 0
+        self.aborted: list[str] = []
+        self.states: Callable[[int], tuple[Any, ...]] = lambda n: tuple(np.zeros((n, 8), np.uint16) for _ in range(4))
+
+    def handshake(self) -> EngineInfo:
+        if isinstance(self.info, HsdumpError):
+            raise self.info
+        return self.info
+
+    async def capture(self, request: CaptureRequest) -> CapturedSample:
+        before = self.sent[request.key]
+        self.sent[request.key] += 1
+        self.together += 1
+        self.most_together = max(self.most_together, self.together)
+        try:
+            await asyncio.sleep(0.001)
+            if self.script is not None:
+                self.script(request, before)
+        finally:
+            self.together -= 1
+        return CapturedSample(token_ids=request.input_ids, states=self.states(len(request.input_ids)))
+
+    async def reconnect(self) -> EngineInfo:
+        info = self.handshake()
+        self.lost = False
+        return info
+
+    async def load(self) -> ServerLoad | None:
+        return None
+
+    def request_id(self, request: CaptureRequest) -> str:
+        return f"id-{request.key}"
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+
+    async def close(self) -> None:
+        return None
+
+
+def rows_file(folder: Path, count: int) -> Path:
+    path = folder / "rows.jsonl"
+    lines = ({"id": f"row-{i}", "input_ids": [5, 6, i + 7], "loss_mask": [0, 1, 1]} for i in range(count))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def run(folder: Path, engines: dict[str, ScriptedEngine], count: int = 10, **changes: Any) -> RunState:
+    rows = rows_file(folder, count)
+    options = ExtractOptions(inputs=(rows,), out=folder / "store", disk_reserve=0, commit_s=0.1, server_wait_s=5)
+    return asyncio.run(run_session(dict(engines), replace(options, **changes), Watch(quiet=True)))
+
+
+def test_a_servers_death_costs_no_try_however_often(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+
+    def die(request: CaptureRequest, before: int) -> None:
+        if before < 4:
+            engine.lost = True
+            raise ServerAway("gone")
+
+    engine.script = die
+    state = run(tmp_path, {"a": engine}, count=2, attempts=1)
+    assert state.exit_code() == 0
+    assert state.server_deaths == 8
+    assert not state.failed
+
+
+def test_a_sample_that_kills_servers_is_found_and_only_that_one(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    poison: list[str] = []
+
+    def die(request: CaptureRequest, before: int) -> None:
+        if request.input_ids[2] == 7 + 3:
+            poison[:] = [request.key]
+            engine.lost = True
+        if engine.lost:
+            raise ServerAway("gone")
+
+    engine.script = die
+    state = run(tmp_path, {"a": engine}, count=6)
+    assert state.exit_code() == 3
+    assert dict(state.failed) == {"server-died": 1}
+    assert [failure.key for failure in state.failures] == poison
+    assert "with nothing else to do" in state.failures[0].detail
+    assert len(Store(tmp_path / "store")) == 5
+
+
+def test_another_server_takes_over_and_nothing_is_lost(tmp_path: Path) -> None:
+    dead, alive = ScriptedEngine(), ScriptedEngine()
+
+    def die(request: CaptureRequest, before: int) -> None:
+        dead.lost, dead.info = True, ServerError("nothing answers", "start it")
+        raise ServerAway("gone")
+
+    dead.script = die
+    state = run(tmp_path, {"dead": dead, "alive": alive}, count=40)
+    assert state.exit_code() == 0
+    assert [lane.status for lane in state.lanes] == ["away", "up"]
+    assert state.lanes[1].captured == 40
+
+
+def test_no_server_left_ends_the_run_and_says_how_long_it_waited(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+
+    def die(request: CaptureRequest, before: int) -> None:
+        engine.lost, engine.info = True, ServerError("nothing answers", "start it")
+        raise ServerAway("gone")
+
+    engine.script = die
+    state = run(tmp_path, {"a": engine}, server_wait_s=0.2)
+    assert state.exit_code() == 4
+    assert state.stopped == "a: nothing answers; away for more than 0 s"
+
+
+def test_another_model_at_the_same_url_is_refused(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+
+    def swap(request: CaptureRequest, before: int) -> None:
+        engine.info, engine.lost = replace(INFO, num_layers=9), True
+        raise ServerAway("gone")
+
+    engine.script = swap
+    state = run(tmp_path, {"a": engine})
+    assert state.exit_code() == 4
+    assert state.stopped == "another server answers at a now: num_layers was 8, is 9"
+    assert len(Store(tmp_path / "store")) == 0
+
+
+def test_servers_that_differ_are_not_mixed() -> None:
+    other = ScriptedEngine(info=replace(INFO, shape=replace(SHAPE, layers=(1, 2, 4))))
+    with pytest.raises(ServerError, match="b is not what a is: shape was"):
+        asyncio.run(shake_hands({"a": ScriptedEngine(), "b": other}, limits()))
+
+
+def limits() -> Any:
+    from hsdump.extract.lanes import FleetLimits
+
+    return FleetLimits()
+
+
+def test_a_server_that_does_not_answer_at_the_start_is_taken_in_later(tmp_path: Path) -> None:
+    late = ScriptedEngine(info=ServerError("nothing answers", "start it"))
+    first = ScriptedEngine(lambda _request, _before: setattr(late, "info", INFO))
+    state = run(tmp_path, {"first": first, "late": late}, count=60, max_rate=90.0)
+    assert state.exit_code() == 0
+    assert state.lanes[1].captured > 0
+
+
+def test_an_ill_server_costs_samples_a_bounded_number_of_tries(tmp_path: Path) -> None:
+    """It answers nothing but errors for a while: a handshake decides, not thousands of samples that fail."""
+    engine = ScriptedEngine()
+    total = 0
+
+    def fail(request: CaptureRequest, before: int) -> None:
+        nonlocal total
+        total += 1
+        if total <= SICK_AFTER:
+            raise CaptureFailed("server-error", "HTTP 503: overloaded", transient=True)
+
+    engine.script = fail
+    state = run(tmp_path, {"a": engine}, count=30)
+    assert state.exit_code() == 0
+    assert state.retries == SICK_AFTER
+
+
+def test_failures_are_listed_and_too_many_end_the_run(tmp_path: Path) -> None:
+    def refuse(request: CaptureRequest, before: int) -> None:
+        raise CaptureFailed("rejected-by-server", "HTTP 400: too long", transient=False)
+
+    state = run(tmp_path, {"a": ScriptedEngine(refuse)}, count=30, max_failed=5)
+    assert state.exit_code() == 4
+    assert "6 samples failed, more than --max-failed 5" in str(state.stopped)
+    assert state.failures[0].detail == "HTTP 400: too long"
+    assert state.report()["failures"]
+
+
+def test_states_that_are_no_numbers_are_failed_with_their_place(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    poisoned = tuple(np.zeros((3, 8), np.uint16) for _ in range(4))
+    poisoned[1][2, 5] = 0x7FC0  # NaN
+    engine.states = lambda _n: poisoned
+    state = run(tmp_path, {"a": engine}, count=1)
+    assert state.exit_code() == 3
+    assert state.failures[0].reason == "not-finite"
+    assert state.failures[0].detail == "layer2 of token 2 is NaN or infinite"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "values"),
+    [
+        ("bfloat16", np.uint16, {0x7F80: False, 0xFF80: False, 0x7FC1: False, 0x7F7F: True, 0x8000: True}),
+        ("float16", np.float16, {np.inf: False, -np.inf: False, np.nan: False, 65504.0: True, -0.0: True}),
+        ("float32", np.float32, {np.inf: False, np.nan: False, 3.4e38: True}),
+    ],
+)
+def test_every_kind_of_number(dtype: str, kind: Any, values: dict[float, bool]) -> None:
+    for value, fine in values.items():
+        state = np.ones((40_000, 8), kind)
+        state[39_999, 7] = value
+        assert first_non_finite(["final"], [state], dtype) == (None if fine else "final of token 39999")
+
+
+def test_tokens_in_flight_are_bounded_and_a_longer_sample_goes_alone(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    assert run(tmp_path, {"a": engine}, count=20, tokens_in_flight=7).exit_code() == 0
+    assert engine.most_together == 2  # 3 tokens each
+    (tmp_path / "more").mkdir()
+    alone = ScriptedEngine()
+    assert run(tmp_path / "more", {"a": alone}, count=5, tokens_in_flight=1).exit_code() == 0
+    assert alone.most_together == 1
+
+
+def test_a_reserve_that_is_not_there_stops_the_run_and_says_what_is_missing(tmp_path: Path) -> None:
+    state = run(tmp_path, {"a": ScriptedEngine()}, disk_reserve=1 << 60)
+    assert state.exit_code() == 4
+    assert "bytes free" in str(state.stopped)
+    assert "are missing" in str(state.stopped)
+    assert state.error is not None
+    assert "--disk-reserve" in state.error.fix
+
+
+def test_requests_of_a_dead_run_are_taken_off_the_servers(tmp_path: Path) -> None:
+    """The index says what was on its way."""
+    from hsdump.store import StoreWriter
+    from hsdump.store.index import RequestRow
+
+    assert run(tmp_path, {"a": ScriptedEngine()}, count=1).exit_code() == 0
+    manifest = Store(tmp_path / "store").manifest
+    with StoreWriter.open(tmp_path / "store", manifest) as writer, writer.index.transaction():
+        row = RequestRow(key="k", source="s", num_tokens=3, state="sent", request_id="hsdump-x", server="a", at="")
+        writer.index.set_requests([row], [])
+    engine = ScriptedEngine()
+    state = run(tmp_path, {"a": engine}, count=2)
+    assert engine.aborted == ["hsdump-x"]
+    assert state.aborted == 1
+    assert Store(tmp_path / "store").requests() == []
+
+
+def test_names_and_servers_are_read(tmp_path: Path) -> None:
+    ids = tmp_path / "ids"
+    ids.write_text("c\n\nd\n")
+    assert read_names(["a,b", f"@{ids}", "a"]) == ("a", "b", "c", "d")
+    with pytest.raises(UsageError, match="names nothing"):
+        read_names([","])
+    servers = tmp_path / "servers"
+    servers.write_text("# ours\nhttp://10.0.0.1:30000/  /dev/shm/hsdump-x\nhttp://10.0.0.2:30000 # second\n")
+    found = read_endpoints(["http://h:1"], servers, None)
+    assert [endpoint.url for endpoint in found] == ["http://h:1", "http://10.0.0.1:30000", "http://10.0.0.2:30000"]
+    assert found[1].spool == Path("/dev/shm/hsdump-x")
+    with pytest.raises(UsageError, match="named twice"):
+        read_endpoints(["http://h:1", "http://h:1/"], None, None)
+    with pytest.raises(UsageError, match="one spool for several servers"):
+        read_endpoints(["http://h:1", "http://h:2"], None, Path("/x"))
+    with pytest.raises(UsageError, match=r"--servers .* cannot be read"):
+        read_endpoints([], tmp_path / "nothing", None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "8.8.8.8", "example.com", "::"])
+def test_collectors_listen_where_strangers_are_not(host: str) -> None:
+    with pytest.raises(UsageError, match=f"--listen {host}"):
+        check_address(host)
+    for fine in ("127.0.0.1", "10.1.2.3", "192.168.0.9", "::1"):
+        check_address(fine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["extract", "x.jsonl"], "--out is missing"),
+        (["extract", "x.jsonl", "--out", "o"], "--server is missing"),
+        (["extract", "x.jsonl", "--collector", "http://h:1", "--out", "o"], "--collector does not go with"),
+        (["collect", "--server", "http://h:1", "--out", "o", "--listen", "nowhere"], "is not ADDRESS:PORT"),
+        (["collect", "--server", "http://h:1", "--out", "o"], "the token is shorter than 16"),
+    ],
+)
+def test_what_the_command_line_refuses(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HSDUMP_COLLECT_TOKEN", raising=False)
+    assert main(arguments) == 64
+    assert message in capsys.readouterr().err
