@@ -27,6 +27,8 @@ VERBS = (
     "probe",
     "prove",
     "compare",
+    "vocab",
+    "train",
     "store",
 )
 """Modules of `hsdump.cli`, in the order of the job. Each has `add_to(app)`."""
