@@ -1,4 +1,7 @@
-"""How long the random tests go on: `dev` while working, `ci` where CI is set, `nightly` with HSDUMP_PROFILE=nightly."""
+"""How long the random tests go on: `dev` while working, `ci` where CI is set, `nightly` with HSDUMP_PROFILE=nightly.
+
+HSDUMP_CASES=5000 sets the number, to share a long run among processes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ CASES = {"dev": 100, "ci": 2000, "nightly": 20_000}
 PROFILE = os.environ.get("HSDUMP_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 
 MACHINE_SETTINGS = settings(
-    max_examples=CASES[PROFILE],
+    max_examples=int(os.environ.get("HSDUMP_CASES", CASES[PROFILE])),
     stateful_step_count=12,
     deadline=None,  # a disk's speed is no property of the store
     derandomize=PROFILE == "ci",

@@ -21,6 +21,7 @@ from hsdump.store.format import REMOTE_NAME, shard_name
 from hsdump.store.fs import Fs
 from hsdump.store.index import Event, IndexedSample
 from hsdump.store.manifest import Manifest, differences
+from hsdump.store.opening import disk_errors
 from hsdump.store.reader import Store, StoredSample
 from hsdump.store.remote import as_url
 from hsdump.store.writer import StoreWriter, WriterOptions
@@ -182,8 +183,9 @@ def recode(source: Path, out: Path, codec: str, options: SurgeryOptions, *, repl
     store.close()
     if replace:
         fs = options.writer.fs
-        fs.rename(source, _aside(source))
-        fs.sync_folder(source.parent)
+        with disk_errors(source):
+            fs.rename(source, _aside(source))
+            fs.sync_folder(source.parent)
         _finish_replacing(source, out, fs)
     return report
 
@@ -197,11 +199,12 @@ def _finish_replacing(source: Path, out: Path, fs: Fs) -> bool:
     aside = _aside(source)
     if not aside.exists():
         return False
-    if not source.exists():
-        fs.rename(out, source)
-        fs.sync_folder(out.parent)
-        fs.sync_folder(source.parent)
-    fs.remove_tree(aside)
+    with disk_errors(source):
+        if not source.exists():
+            fs.rename(out, source)
+            fs.sync_folder(out.parent)
+            fs.sync_folder(source.parent)
+        fs.remove_tree(aside)
     return True
 
 
