@@ -18,6 +18,7 @@ from hsdump.samples import TokenSample
 from hsdump.store import Store, StoreWriter, WriterOptions
 from hsdump.store.format import shard_path
 from hsdump.store.index import Index
+from tests.store.faults import FaultyFs
 from tests.store.making import assert_equal, assert_holds, fill, make_manifest, make_sample
 
 
@@ -41,6 +42,44 @@ def test_commit_gives_the_keys_in_order_and_nothing_counts_before(tmp_path: Path
         assert writer.commit() == []
         assert all(writer.is_committed(one.sample.key) for one in made)
         assert Store(tmp_path / "store").keys() == [one.sample.key for one in made]
+
+
+def test_the_next_shard_fills_while_a_second_thread_commits(tmp_path: Path) -> None:
+    first, second = [make_sample(seed) for seed in range(3)], [make_sample(seed) for seed in range(3, 6)]
+    fs = FaultyFs()
+    with StoreWriter.open(tmp_path / "store", make_manifest(), options=WriterOptions(fs=fs)) as writer:
+        for one in first:
+            writer.add(one.sample, one.states)
+        fs.gate.clear()  # the disk is slow
+        commit = writer.begin_commit()
+        for one in second:
+            assert writer.add(one.sample, one.states)
+        assert not any(writer.add(one.sample, one.states) for one in first)  # on their way
+        writer.record_failure(first[0].sample, "timeout", "", attempts=1)
+        assert not commit.done()
+        assert len(Store(tmp_path / "store")) == 0
+        fs.gate.set()
+        assert commit.result(60) == [one.sample.key for one in first]
+        assert_holds(tmp_path / "store", first)
+        assert writer.failures() == {}
+        assert writer.begin_commit().result(60) == [one.sample.key for one in second]
+    assert_holds(tmp_path / "store", first + second)
+
+
+def test_a_commit_that_fails_in_the_second_thread_is_never_taken_for_done(tmp_path: Path) -> None:
+    made, fs = [make_sample(seed) for seed in range(3)], FaultyFs(kind="error")
+    writer = StoreWriter.open(tmp_path / "store", make_manifest(), options=WriterOptions(fs=fs))
+    writer.add(made[0].sample, made[0].states)
+    fs.fuse = fs.operations + 1
+    commit = writer.begin_commit()
+    with pytest.raises(StoreError, match="the test's disk"):
+        commit.result(60)
+    with pytest.raises(StoreError, match="cannot be written any more"):
+        writer.add(made[1].sample, made[1].states)
+    with pytest.raises(StoreError, match="the test's disk"):
+        writer.close()  # nobody asked the store since
+    with StoreWriter.open(tmp_path / "store", make_manifest()) as writer:
+        assert not writer.is_committed(made[0].sample.key)
 
 
 def test_what_was_added_and_not_committed_is_gone_after_close(tmp_path: Path) -> None:
