@@ -33,6 +33,11 @@ def by_template(case: Case) -> Iterator[tuple[str, str]]:
         yield path.stem, path.read_text(encoding="utf-8")
 
 
+def rejected(outcome: Outcome) -> bool:
+    """Tell whether the template itself refused the row, as one made for rows with tools does with others."""
+    return [skip.reason for skip in outcome.skips] == ["template-rejected"]
+
+
 def good_is_kept(case: Case, sources: set[str]) -> None:
     assert sources == {"good"}
     assert case.replies("good")
@@ -199,7 +204,9 @@ def _(case: Case) -> None:
         renderer = case.renderer(template)
         parts, whole = (_ids(case, template, {"messages": messages}) for messages in (turns, plain))
         assert parts == whole, name
-        assert parts, name
+        if not parts:
+            assert rejected(case.outcomes(template)[0]), name
+            continue
         assert "[{" not in renderer.tokens.decode(parts[0]), name
 
 
@@ -308,7 +315,9 @@ def _(case: Case) -> None:
 def _both_replies(case: Case) -> None:
     for name, template in by_template(case):
         (outcome,) = case.outcomes(template)
-        assert outcome.samples, (name, outcome.skips)
+        if not outcome.samples:
+            assert rejected(outcome), (name, outcome.skips)
+            continue
         renderer = case.renderer(template)
         words = "|".join(learned(renderer, sample) for sample in outcome.samples)
         assert [words.count(word) for word in ("AQ1", "AQ2", "UQ1", "UQ2")] == [1, 1, 0, 0], (name, words)
@@ -322,9 +331,9 @@ CHECKS["think-03-generation-prompt-not-a-prefix"] = _both_replies
 def _(case: Case) -> None:
     thinking = case.records[0]["messages"][1]["reasoning_content"]
     assert thinking in case.prepare().learned("rf")
-    for name in ("Llama-3.1", "DeepSeek-V3.1"):
+    for name in ("meta-llama", "DeepSeek-V3.1"):
         assert case.prepare(template=case.named(name)).notes["thinking-lost"] == 1, name
-    for name in ("Qwen2.5", "Kimi-K2.jinja", "gpt-oss"):
+    for name in ("Qwen2.5", "moonshotai-Kimi-K2", "gpt-oss"):
         done = case.prepare(template=case.named(name))
         assert thinking in done.learned("rf") or done.notes["thinking-lost"] == 1, name
 
@@ -332,7 +341,7 @@ def _(case: Case) -> None:
 @check("think-05-thinking-dropped-from-every-turn")
 def _(case: Case) -> None:
     done = case.prepare()
-    assert done.learned("r1").startswith("ANS1")
+    assert done.learned("r1").strip().startswith("ANS1")
     assert "THINK1" not in done.learned("r1")
     assert done.notes["thinking-lost"] == 1
     assert case.prepare("--thinking", "require").code == 65
@@ -343,12 +352,13 @@ def _(case: Case) -> None:
     assert case.prepare().learned("good") == case.replies("good")[0] + "<|eot_id|>"
     for name, template in by_template(case):
         (outcome,) = case.outcomes(template)
-        assert outcome.samples[0].loss_mask.any(), name
+        assert rejected(outcome) or outcome.samples[0].loss_mask.any(), name
 
 
 @check("mask-02-truncation-leaves-nothing")
 def _(case: Case) -> None:
-    limit = str(case.options["max_length"] + 40)  # this tokenizer needs more tokens a word than the case's
+    # This tokenizer needs more tokens a word than the case's: the limit is what the good row needs.
+    limit = str(len(case.prepare().samples["good"].input_ids))
     for options, reason in (((), "too-long"), (("--too-long", "cut"), "no-trainable-tokens")):
         done = case.prepare("--max-tokens", limit, *options)
         assert (done.code, done.skips) == (0, {reason: 1})

@@ -2,9 +2,9 @@
 
     python -m tests.prompts.cases FOLDER        (or HSDUMP_REAL_FOLDER)
 
-FOLDER holds `cases.jsonl` and `templates/`. Each case's input goes through `hsdump prepare` (or the reader, the renderer or
-`hsdump generate` where the case is about them), and code compares what comes out with what the case calls right. Exits 1
-when a case fails or has no check.
+FOLDER holds `cases.jsonl` and `templates/`. Each case's input goes through `hsdump prepare` (or the reader, the
+renderer or `hsdump generate` where the case is about them), and code compares what comes out with what the case calls
+right. Exits 1 when a case fails or has no check.
 """
 
 from __future__ import annotations

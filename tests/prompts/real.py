@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from hsdump.prompts import PromptOptions, Renderer
 
 FOLDER_VARIABLE = "HSDUMP_REAL_FOLDER"
-"""Names a folder with `templates/`, `data/` and `cases.jsonl`; they are other people's work, so not in this repository."""
+"""Names a folder with `templates/`, `data/` and `cases.jsonl`: other people's work, so not in this repository."""
 
 _CONTROL = re.compile(r"<[|｜][^|｜<>{}\s]{1,40}[|｜]>|<(?:start|end)_of_turn>|\[/?INST\]|\[/?[A-Z_]{4,24}\]|</?s>")
 _BOS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[gMASK]")

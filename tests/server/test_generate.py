@@ -25,12 +25,16 @@ from tests.server.harness import SglangServer
 pytestmark = pytest.mark.server
 
 END_ID = 2
+COUNT = 30
+"""Conversations: decoding on two cores makes some 60 to 200 tokens a second."""
+
 ENDS_OFTEN = 5.0
-"""Factor on the end token's row of the lm_head, so that answers end: the weights are random, and would go on for ever."""
+"""Factor on the end token's row of the lm_head, so that answers end: with random weights they would not."""
 
 NEAR_TIE = 0.05
-"""Nats between the token that decode sampled and prefill's own first choice. Decode adds in another order than prefill, in
-bfloat16: logits differ by 1 %, and those of this model are of order 1 (see driving.same_or_near_tie)."""
+"""Nats between the token that decode sampled and prefill's own first choice. Decode adds in another order than
+prefill, in bfloat16: logits differ by 1 %, and those of this model are of order 1 (see driving.same_or_near_tie).
+Measured: the sampled token is first at 2,210 of 2,253 positions, and at most 0.017 behind at the others."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def hsdump(*arguments: object) -> tuple[int, Any]:
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's own conversations: their users' turns, one to three each."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in conversations()))
+    path.write_text("".join(json.dumps(row) + "\n" for row in conversations()[:COUNT]))
     return path
 
 
@@ -156,7 +160,7 @@ def size(journal: Path) -> int:
 
 def test_a_server_that_comes_back_is_asked_what_is_left(server: SglangServer, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.parquet"
-    arguments = ["generate", str(prompts), "--server", server.url, "--out", str(out), "--max-new-tokens", "300"]
+    arguments = ["generate", str(prompts), "--server", server.url, "--out", str(out), "--max-new-tokens", "60"]
     arguments += ["--concurrency", "2", "--server-wait", "240", "--attempts", "9", "--json"]
     client = subprocess.Popen([sys.executable, "-m", "hsdump.cli.main", *arguments], stdout=subprocess.PIPE, text=True)
     journal = tmp_path / "answers.parquet.answers"
