@@ -29,6 +29,8 @@ VERBS = (
     "compare",
     "vocab",
     "train",
+    "eval",
+    "export",
     "store",
 )
 """Modules of `hsdump.cli`, in the order of the job. Each has `add_to(app)`."""

@@ -37,3 +37,17 @@ def byte_progress(name: str, total: int | None = None) -> Iterator[Callable[[int
             bar.update(task, advance=num_bytes, samples=seen)
 
         yield tick
+
+
+@contextmanager
+def count_progress(name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show how many things are done, on standard error, where that is a terminal.
+
+    Yields:
+        What to call with the number done so far.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.completed} " + name), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda done: bar.update(task, completed=done)

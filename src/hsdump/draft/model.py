@@ -131,7 +131,7 @@ class Drafter(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
     def fuse(self, aux: Tensor) -> Tensor:
         """[T, H] one state of the target's three."""
-        return self.fc(aux)
+        return self.fc(aux.to(self.fc.weight.dtype))
 
     def rope(self, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, D] of positions."""
