@@ -149,10 +149,6 @@ def test_text_without_a_model_is_an_error_and_tokens_are_not(tmp_path: Path) -> 
     ("path", "message"),
     [
         ("none.jsonl", "none.jsonl is not a file\n  fix: pass JSONL, JSON, Parquet, Arrow, TSV or text files"),
-        (
-            "org/chats",
-            "org/chats is not a file\n  fix: for a data set of the hub: hf download --repo-type dataset org/chats",
-        ),
         ("/", "/ is not a file\n  fix: name the files in it"),
     ],
 )

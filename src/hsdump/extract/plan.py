@@ -14,6 +14,7 @@ from hsdump.errors import InputError, StoreError, UsageError
 from hsdump.extract.identity import model_digest
 from hsdump.layers import check_layers
 from hsdump.prompts import PromptOptions, Renderer, prepared_settings
+from hsdump.prompts.hub import is_dataset
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.store import Manifest
 from hsdump.store.attach import RemoteOptions
@@ -120,7 +121,7 @@ def make_plan(options: ExtractOptions, info: EngineInfo) -> ExtractPlan:
         InputError: no input file, or the model's files cannot be read.
     """
     for path in options.inputs:
-        if not path.exists():
+        if not path.exists() and not is_dataset(path):
             raise InputError(f"{path} does not exist", "name a JSONL, JSON or Parquet file")
     columns = _columns(options.layers, info)
     shape = StateShape(

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from hsdump.errors import InputError
+from hsdump.prompts.hub import dataset_rows, is_dataset
 from hsdump.prompts.options import Skip
 from hsdump.prompts.row import Row
 
@@ -37,6 +38,9 @@ def read_rows(path: Path) -> Iterator[Row | Skip]:
         InputError: the file is missing, unreadable, or no format that is known here.
     """
     check_input(path)
+    if is_dataset(path):
+        yield from dataset_rows(path)
+        return
     try:
         with path.open("rb") as file:
             magic = file.read(6)
@@ -59,17 +63,15 @@ def _tables() -> ModuleType:
 
 
 def check_input(path: Path) -> None:
-    """Raise an InputError that helps when there is no such file."""
-    if not path.is_file():
+    """Raise an InputError that helps when there is neither such a file nor, perhaps, such a data set on the hub."""
+    if not path.is_file() and not is_dataset(path):
         raise InputError(f"input {path} is not a file", _known_inputs(path))
 
 
 def _known_inputs(path: Path) -> str:
     if path.is_dir():
         return f"name the files in it, such as {path}/*.jsonl or {path}/*.parquet"
-    if len(path.parts) == 2 and not path.is_absolute() and not path.suffix:
-        return f"for a data set of the hub: hf download --repo-type dataset {path}, then pass its files"
-    return "pass JSONL, JSON, Parquet, Arrow, TSV or text files, also as .gz or .zst"
+    return "pass JSONL, JSON, Parquet, Arrow, TSV or text files, also as .gz or .zst, or a data set's name on the hub"
 
 
 def _open_plain(path: Path, magic: bytes) -> BinaryIO:

@@ -13,6 +13,7 @@ from typing import Any
 
 from hsdump.errors import InputError
 from hsdump.prompts.conversation import TokenRow
+from hsdump.prompts.hub import is_dataset
 from hsdump.prompts.inputs import check_input, read_rows
 from hsdump.prompts.options import PromptOptions, RowRefused, Skip
 from hsdump.prompts.renderer import Outcome, Renderer, row_source
@@ -101,6 +102,8 @@ def read_masked(
 def prepared_settings(path: Path) -> dict[str, Any]:
     """Give what made the tokens of a file that `hsdump prepare` wrote; empty for any other file."""
     check_input(path)
+    if is_dataset(path):
+        return {}
     with path.open("rb") as file:
         if file.read(4) != b"PAR1":
             return {}
