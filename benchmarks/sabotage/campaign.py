@@ -28,7 +28,7 @@ from hsdump.arrays import to_float32
 from hsdump.demo.tiny_model import make_tiny_model
 from hsdump.extract.identity import model_digest
 from hsdump.extract.plan import LAYER_MEANING
-from hsdump.prompts import PromptOptions, Renderer
+from hsdump.prompts import PromptOptions, Renderer, read_samples
 from hsdump.samples import TokenSample
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.store import Manifest, Store, StoreWriter
@@ -36,7 +36,7 @@ from hsdump.verify import verify_store
 from hsdump.verify.compare import compare_stores
 from hsdump.verify.probe import Captured, Prober, probe_sequences
 from hsdump.verify.prove import Prover
-from hsdump.verify.witness import Testimony, Witness
+from hsdump.verify.witness import Answer, Witness
 
 DETECTORS = ("verify", "prove", "compare", "probe")
 TOKEN_SABOTAGES = ("another chat template", "another tokenizer revision")
@@ -51,12 +51,12 @@ class Bench:
     info: EngineInfo
     manifest: Manifest
     clean: list[Taken]
-    answers: dict[str, Testimony]
+    answers: dict[str, Answer]
     twin: Path
     """A store of a second capture of the same tokens."""
 
     probe_taken: list[Taken]
-    probe_answers: dict[str, Testimony]
+    probe_answers: dict[str, Answer]
     world: World
     folder: Path
 
@@ -75,19 +75,16 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
     return [plain[at % len(plain)][:2] + plain[(at * 7 + at // len(plain)) % len(plain)][:2] for at in range(count)]
 
 
-def text_samples(model: Path, talks: Sequence[list[dict[str, str]]]) -> list[TokenSample]:
+def text_samples(model: Path, talks: Sequence[list[dict[str, str]]], folder: Path) -> list[TokenSample]:
     """Tokenize by the served model's template, each sample once."""
-    renderer = Renderer.load(str(model), PromptOptions(max_tokens=1000))
-    found = {}
-    for at, talk in enumerate(talks):
-        outcome = renderer.sample({"id": f"talk-{at}", "messages": talk})
-        if isinstance(outcome, list):
-            for sample in outcome:
-                found[sample.key] = sample
-    return list(found.values())
+    path = folder / "talks.jsonl"
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks), encoding="utf-8")
+    options = PromptOptions(max_tokens=1000)
+    rows = read_samples([path], Renderer.load(str(model), options), options)
+    return list({row.key: row for row in rows if isinstance(row, TokenSample)}.values())
 
 
-def ask(url: str, samples: Sequence[TokenSample]) -> tuple[EngineInfo, dict[str, Testimony]]:
+def ask(url: str, samples: Sequence[TokenSample]) -> tuple[EngineInfo, dict[str, Answer]]:
     """Get states and log-probabilities in one pass."""
     witness = Witness.meet(url)
     assert witness.info is not None, witness.no_capture
@@ -96,13 +93,13 @@ def ask(url: str, samples: Sequence[TokenSample]) -> tuple[EngineInfo, dict[str,
     return witness.info, answers
 
 
-def taken(samples: Sequence[TokenSample], answers: Mapping[str, Testimony]) -> list[Taken]:
+def taken(samples: Sequence[TokenSample], answers: Mapping[str, Answer]) -> list[Taken]:
     return [Taken(one, dict(answers[one.key].states or {})) for one in samples]
 
 
 def prepare(url: str, model: Path, folder: Path, count: int) -> Bench:
     """Capture clean samples twice, with other company in the batches."""
-    samples = text_samples(model, conversations(count + count // 4 + 10))[:count]
+    samples = text_samples(model, conversations(count + count // 4 + 10), folder)[:count]
     info, first = ask(url, samples)
     _, second = ask(url, samples[::-1])
     renderer = Renderer.load(str(model), PromptOptions())
@@ -187,8 +184,8 @@ def _probe(bench: Bench, probed: Sequence[Taken]) -> dict[str, Any]:
     for one in probed:
         before = bench.probe_answers[one.sample.key]
         states = {name: one.states[name] for name in NAMES}
-        fields = {name: getattr(before, name) for name in Testimony.__dataclass_fields__}
-        answers[one.sample.key] = Testimony(**{**fields, "states": states})
+        fields = {name: getattr(before, name) for name in Answer.__dataclass_fields__}
+        answers[one.sample.key] = Answer(**{**fields, "states": states})
     captured = Captured(
         ids=np.stack([one.sample.input_ids for one in probed]),
         states={name: np.stack([to_float32(one.states[name], shape.dtype) for one in probed]) for name in NAMES},

@@ -157,7 +157,7 @@ def judge(states: Sequence[StateDiff], off: Sequence[SampleDiff], off_count: int
 
 def moved_everywhere(states: Sequence[StateDiff], differ: Differ, load: Callable[[str], Pair]) -> list[str]:
     """Where a state differs in most samples and is no other state either, its rows may all have been moved."""
-    odd = [diff.state for diff in states if differ.typical(diff.state) > SAME_SAMPLE and diff.best_match == diff.state]
+    odd = [diff.state for diff in states if min(differ.typical(diff.state), diff.best_match_error) > SAME_SAMPLE]
     if not odd:
         return []
     moves = whole_moves(odd[-1], [load(key) for key, _ in differ.samples[:2]])

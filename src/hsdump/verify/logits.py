@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hsdump.arrays import StateArray
 from hsdump.verify.head import Head
-from hsdump.verify.witness import Testimony
+from hsdump.verify.witness import Answer
 
 SAMPLE_LIMIT = 0.15
 """Mean error of a sample over the spread of the server's log-probabilities. States of anything else give about 1 and
@@ -75,7 +75,7 @@ class LogitsReport(msgspec.Struct, kw_only=True):
 
 
 def check_logits(
-    head: Head, dtype: str, finals: Mapping[str, StateArray], answers: Mapping[str, Testimony]
+    head: Head, dtype: str, finals: Mapping[str, StateArray], answers: Mapping[str, Answer]
 ) -> LogitsReport:
     """Compare all rows.
 

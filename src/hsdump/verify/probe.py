@@ -28,7 +28,7 @@ from hsdump.verify.head import Head
 from hsdump.verify.logits import LogitsReport, check_logits
 from hsdump.verify.reference import StreamingReference
 from hsdump.verify.rows import row_errors
-from hsdump.verify.witness import Testimony
+from hsdump.verify.witness import Answer
 
 SEQUENCES, SEQUENCE_TOKENS = 3, 24
 
@@ -102,7 +102,7 @@ class Captured:
     states: Mapping[str, NDArray[np.float32]]
     """Name to [B, S, H]."""
 
-    answers: Mapping[str, Testimony]
+    answers: Mapping[str, Answer]
 
 
 def probe_sequences(vocab_size: int, seed: int = 1) -> list[tuple[str, NDArray[np.int64]]]:
@@ -113,9 +113,7 @@ def probe_sequences(vocab_size: int, seed: int = 1) -> list[tuple[str, NDArray[n
     ]
 
 
-def gather(
-    sequences: Sequence[tuple[str, NDArray[np.int64]]], answers: Mapping[str, Testimony], dtype: str
-) -> Captured:
+def gather(sequences: Sequence[tuple[str, NDArray[np.int64]]], answers: Mapping[str, Answer], dtype: str) -> Captured:
     """Put the answers of one probe together."""
     names = [*(answers[sequences[0][0]].states or {})]
     states = {

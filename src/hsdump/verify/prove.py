@@ -32,7 +32,7 @@ from hsdump.verify.differ import Differ, Pair, SampleDiff, StateDiff, explain
 from hsdump.verify.head import Head
 from hsdump.verify.logits import LogitsReport, check_logits
 from hsdump.verify.texts import TextChecker, TextReport
-from hsdump.verify.witness import Testimony, Witness
+from hsdump.verify.witness import Answer, Witness
 
 MEMORY_BYTES = 8 << 30
 
@@ -161,7 +161,7 @@ class Prover:
             except InputError as error:
                 self._no_texts = error.what
 
-    def judge(self, load: Callable[[str], StoredSample], answers: Mapping[str, Testimony]) -> ProofReport:
+    def judge(self, load: Callable[[str], StoredSample], answers: Mapping[str, Answer]) -> ProofReport:
         """Look at all samples that have an answer.
 
         Args:
@@ -192,7 +192,7 @@ class Prover:
         self,
         report: ProofReport,
         samples: Mapping[str, StoredSample],
-        answers: Mapping[str, Testimony],
+        answers: Mapping[str, Answer],
         problems: list[str],
     ) -> None:
         if self._head is None:
@@ -215,7 +215,7 @@ class Prover:
         self,
         report: ProofReport,
         samples: Mapping[str, StoredSample],
-        answers: Mapping[str, Testimony],
+        answers: Mapping[str, Answer],
         problems: list[str],
     ) -> None:
         differ = Differ(self._manifest.model_class)

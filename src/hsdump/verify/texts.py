@@ -7,6 +7,7 @@ Letters: S = tokens of one sample.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,9 +20,9 @@ from hsdump.prompts import PromptOptions, Renderer
 from hsdump.prompts.conversation import Message
 from hsdump.prompts.options import RowRefused
 
-REWRITTEN = 0.5
-"""Share of a sample's tokens that come back otherwise. A model now and then writes a word in another cut than its
-tokenizer would, which changes a token or two; another tokenizer changes nearly all."""
+REWRITTEN, REWRITTEN_TOKENS = 0.03, 4
+"""Share and number of a sample's tokens that come back otherwise. A model now and then cuts a word in another way than
+its tokenizer would, which changes a token or two; tokens of another tokenizer make other text altogether."""
 
 OFF_SHARE = 0.02
 """Share of samples that may be off."""
@@ -96,24 +97,20 @@ class TextChecker:
             spans, headless = self._spans(ids, mask)
             report.spans += spans
             report.headless += headless
-            rewritten = self._rewritten(ids) > REWRITTEN
+            changed = self._rewritten(ids)
+            rewritten = changed >= max(REWRITTEN_TOKENS, REWRITTEN * len(ids))
             report.rewritten += rewritten
             if (rewritten or headless) and report.first_off is None:
                 report.first_off = key
         return report
 
-    def _rewritten(self, ids: NDArray[np.int64]) -> float:
-        """Give the share of tokens that decoding and encoding does not bring back."""
+    def _rewritten(self, ids: NDArray[np.int64]) -> int:
+        """Count the tokens that decoding and encoding does not bring back."""
         try:
             again, _ = self.renderer.tokens.encode(self.renderer.tokens.decode(ids.tolist()), add_special_tokens=False)
         except (RowRefused, InputError):
-            return 1.0
-        shorter = min(len(ids), len(again))
-        if not shorter:
-            return 1.0
-        front = _equal_lead(ids[:shorter], again[:shorter])
-        back = _equal_lead(ids[::-1][: shorter - front], again[::-1][: shorter - front])
-        return 1 - (front + back) / max(len(ids), len(again))
+            return len(ids)
+        return (Counter(ids.tolist()) - Counter(again.tolist())).total()
 
     def _spans(self, ids: NDArray[np.int64], mask: NDArray[np.uint8]) -> tuple[int, int]:
         """Count learned spans behind something, and those without the header before them."""

@@ -27,7 +27,7 @@ ATTEMPTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Testimony:
+class Answer:
     """One request's answer. Row t speaks of the token that follows token t."""
 
     logprobs: NDArray[np.float64]
@@ -84,7 +84,7 @@ class Witness:
 
     async def ask_all(
         self, samples: Sequence[tuple[str, NDArray[np.int64]]], tick: Callable[[], None] = lambda: None
-    ) -> dict[str, Testimony]:
+    ) -> dict[str, Answer]:
         """Ask about all samples, a few at a time; those without an answer are named in `failures`.
 
         Args:
@@ -108,9 +108,9 @@ class Witness:
                     await self.engine.close()
         return answers
 
-    async def _ask(self, http: httpx.AsyncClient, key: str, ids: NDArray[np.int64]) -> Testimony:
+    async def _ask(self, http: httpx.AsyncClient, key: str, ids: NDArray[np.int64]) -> Answer:
         if self.engine is None or self.info is None:
-            return read_testimony(await _plain(http, ids), ids, None)
+            return read_answer(await _plain(http, ids), ids, None)
         for attempt in range(ATTEMPTS):
             try:
                 request = CaptureRequest(key=key, input_ids=ids, attempt=attempt, logprobs=True)
@@ -125,13 +125,11 @@ class Witness:
                 states = {name: state.copy() for name, state in zip(names, captured.states, strict=True)}
             finally:
                 captured.release()
-            return read_testimony(captured.meta, ids, states)
+            return read_answer(captured.meta, ids, states)
         raise AssertionError("the last attempt raises or returns")
 
 
-def read_testimony(
-    meta: Mapping[str, Any], ids: NDArray[np.int64], states: Mapping[str, StateArray] | None
-) -> Testimony:
+def read_answer(meta: Mapping[str, Any], ids: NDArray[np.int64], states: Mapping[str, StateArray] | None) -> Answer:
     """Read SGLang's `meta_info` about a request of these ids.
 
     Raises:
@@ -141,7 +139,7 @@ def read_testimony(
         given = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"][:1]]
         tops = [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"][:1]]
         next_ids = np.array([entry[1] for entry in given], np.int64)
-        found = Testimony(
+        found = Answer(
             logprobs=np.array([entry[0] for entry in given], np.float64),
             next_ids=next_ids,
             told=next_ids == np.append(ids[1:], next_ids[-1:]),

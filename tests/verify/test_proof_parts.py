@@ -1,0 +1,261 @@
+"""The parts of the proof, each against torch, transformers or data broken on purpose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from hsdump.cli.main import main
+from hsdump.errors import InputError
+from hsdump.schema import EngineInfo, StateShape
+from hsdump.store import StoreWriter
+from hsdump.store.fp8 import from_float32
+from hsdump.verify.checkpoint import Checkpoint
+from hsdump.verify.compare import compare_stores
+from hsdump.verify.grid import GridEvidence
+from hsdump.verify.head import Head, HeadSettings
+from hsdump.verify.probe import Captured, Prober
+from hsdump.verify.reference import StreamingReference
+from hsdump.verify.rows import Move, find_moves, norm_apart
+from hsdump.verify.texts import TextChecker
+from hsdump.verify.witness import Answer
+from tests.store.making import Made, make_manifest, make_sample
+
+IDS = np.random.default_rng(5).integers(3, 2048, (2, 24))
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "dsv3"])
+def oracle(request: pytest.FixtureRequest) -> tuple[Path, list[torch.Tensor], torch.Tensor]:
+    """Give a model's folder, its hidden states [2, 24, 256] and logits, by transformers."""
+    path: Path = request.getfixturevalue(f"tiny_{request.param}")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        result = model(torch.tensor(IDS), output_hidden_states=True, use_cache=False)
+    return path, list(result.hidden_states), result.logits
+
+
+def test_the_streaming_reference_is_transformers_bit_for_bit(
+    oracle: tuple[Path, list[torch.Tensor], torch.Tensor],
+) -> None:
+    path, hidden, _ = oracle
+    reference = StreamingReference(Checkpoint(path))
+    embedded = reference.embed(IDS)
+    assert torch.equal(embedded, hidden[0])
+    found = reference.run(embedded, 0, reference.num_layers)
+    assert all(torch.equal(found[index], hidden[index]) for index in range(1, len(hidden)))
+    assert reference.seen_layers == list(range(reference.num_layers)), "each layer is read once"
+    middle = reference.run(hidden[3], 3, 5)
+    assert torch.equal(middle[5], hidden[5])
+    assert all(value.device.type == "meta" for layer in reference._layers for value in layer.parameters())
+
+
+def test_the_head_gives_torchs_log_probabilities(oracle: tuple[Path, list[torch.Tensor], torch.Tensor]) -> None:
+    path, hidden, logits = oracle
+    expected = torch.log_softmax(logits[0].float(), dim=-1).numpy()
+    targets = np.append(IDS[0, 1:], 7)
+    found = Head(Checkpoint(path), 2048).logprobs(bits(hidden[-1][0]), "bfloat16", targets, np.full(24, -1))
+    # bfloat16 logits of order 1 have steps of 0.004; two matrix products may round to neighbours.
+    np.testing.assert_allclose(found.target, expected[np.arange(24), targets], atol=0.01)
+    assert (found.top_id == expected.argmax(-1)).mean() > 0.9
+    assert np.isnan(found.other).all()
+
+
+def test_heads_that_are_tied_scaled_or_capped(tmp_path: Path) -> None:
+    rng = torch.Generator().manual_seed(0)
+    weight, state = torch.randn(50, 16, generator=rng), torch.randn(6, 16, generator=rng)
+    save_file({"model.embed_tokens.weight": weight}, tmp_path / "model.safetensors")
+    config = {"model_type": "gemma2", "final_logit_softcapping": 2.0, "logits_scaling": 4.0, "hidden_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = Head(Checkpoint(tmp_path), 50)
+    assert head.name == "model.embed_tokens.weight"
+    expected = torch.log_softmax(torch.tanh(state @ weight.T / 4 / 2) * 2, -1)
+    found = head.logprobs(state.numpy(), "float32", np.arange(6), np.arange(6)[::-1].copy())
+    np.testing.assert_allclose(found.target, expected[range(6), range(6)].numpy(), atol=1e-5)
+    np.testing.assert_allclose(found.other, expected[range(6), range(5, -1, -1)].numpy(), atol=1e-5)
+    assert HeadSettings.of({"model_type": "cohere", "logit_scale": 0.5}).scale == 0.5
+
+
+def test_fp8_weights_are_dequantized_by_their_blocks(tmp_path: Path) -> None:
+    values = torch.randn(256, 130, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[1.0, 2.0], [0.5, 4.0]])
+    save_file({"a.weight": values, "a.weight_scale_inv": scale, "b.weight": values.clone()}, tmp_path / "m.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint(tmp_path)
+    expected = values.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :130]
+    np.testing.assert_array_equal(checkpoint.whole("a.weight"), expected.numpy())
+    with pytest.raises(InputError, match=r"b.weight is fp8 without a scale"):
+        checkpoint.whole("b.weight")
+
+
+def test_checkpoints_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"its config.json cannot be read"):
+        Checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(InputError, match="holds no safetensors weights"):
+        Checkpoint(tmp_path)
+    (tmp_path / "m.safetensors").write_bytes(b"no tensors here, but some text")
+    with pytest.raises(InputError, match="is no safetensors file"):
+        Checkpoint(tmp_path)
+    save_file({"x": torch.zeros(2)}, tmp_path / "m.safetensors")
+    with pytest.raises(InputError, match="neither an lm_head nor embeddings"):
+        Head(Checkpoint(tmp_path), 10)
+    with pytest.raises(InputError, match="builds no model of type 'no-such-model'"):
+        StreamingReference(Checkpoint(tmp_path))
+
+
+def test_rows_are_found_where_they_went() -> None:
+    rng = np.random.default_rng(0)
+    right, other = (rng.standard_normal((40, 32)).astype(np.float32) for _ in range(2))
+    shifted = np.roll(right, 3, axis=0)
+    rows = np.arange(40)
+    assert find_moves(shifted, right, rows)[0] == Move(3, 39, 0)
+    assert find_moves(right, right, rows) == []
+    assert find_moves(other, right, rows) == []
+    assert str(find_moves(right[10:20], right, np.arange(10), "k")[0]) == "rows 0..9 are rows 10..19 of sample k"
+
+
+def test_a_norm_between_two_states_is_recognized() -> None:
+    rng = np.random.default_rng(0)
+    raw = rng.standard_normal((30, 64)).astype(np.float32) * 3
+    normed = raw / np.sqrt(np.square(raw).mean(1, keepdims=True)) * rng.uniform(0.5, 2, 64).astype(np.float32)
+    assert norm_apart(raw, normed)
+    assert not norm_apart(rng.standard_normal((30, 64)).astype(np.float32), normed)
+
+
+def test_states_that_went_through_float16_are_told_from_bfloat16() -> None:
+    values = np.random.default_rng(0).standard_normal((2000, 256)).astype(np.float32) * 0.02
+    clean, rounded = GridEvidence(), GridEvidence()
+    clean.add(from_float32(values, "bfloat16"))
+    rounded.add(from_float32(values.astype(np.float16).astype(np.float32), "bfloat16"))
+    assert not clean.is_float16
+    assert rounded.is_float16
+
+
+def probe(
+    path: Path, hidden: list[torch.Tensor], claimed: tuple[int, ...], real: tuple[int, ...], **changes: Any
+) -> Any:
+    """Probe states that claim to be one thing and are another."""
+    checkpoint, depth = Checkpoint(path), len(hidden) - 1
+    shape = StateShape(layers=claimed, hidden_size=256, dtype="bfloat16", final_state="post_norm")
+    info = EngineInfo(
+        engine="transformers",
+        engine_version="5",
+        attach="embedded",
+        hsdump_version="0",
+        model_path=str(path),
+        model_class="X",
+        num_layers=depth,
+        vocab_size=2048,
+        context_length=4096,
+        shape=shape,
+        device="cpu",
+        engine_layers=claimed,
+    )
+    states = {f"layer{name}": hidden[index] for name, index in zip(claimed, real, strict=True)}
+    states["final"] = changes.get("final", hidden[-1])
+    head = Head(checkpoint, 2048)
+    answers = {}
+    for row in range(2):
+        next_ids = np.append(IDS[row, 1:], 5)
+        said = head.logprobs(bits(hidden[-1][row]), "bfloat16", next_ids, next_ids)
+        answers[f"{row}"] = Answer(
+            logprobs=said.target,
+            next_ids=next_ids,
+            top_ids=said.top_id,
+            top_logprobs=said.target,
+            told=np.ones(24, np.bool_),
+            states={name: bits(state[row]) for name, state in states.items()},
+        )
+    captured = Captured(
+        ids=IDS, states={name: state.float().numpy() for name, state in states.items()}, answers=answers
+    )
+    return Prober(info, str(path)).judge(captured)
+
+
+def test_the_probe_names_what_each_state_is(oracle: tuple[Path, list[torch.Tensor], torch.Tensor]) -> None:
+    path, hidden, _ = oracle
+    report = probe(path, hidden, (2, 3, 4), (2, 3, 4))
+    assert (report.verdict, report.words) == ("agrees", [])
+    assert [one.found for one in report.states] == ["2", "3", "4", "final"]
+    shifted = probe(path, hidden, (2, 3, 4), (3, 4, 5))
+    assert shifted.verdict == "contradicts"
+    assert shifted.words[0].startswith("layer2: the capture claims hidden_states[2], the numbers say 3")
+    assert "by hsdump's table they are [2, 3, 4], by the numbers [3, 4, 5]" in shifted.words[-1]
+    assert probe(path, hidden, (1, 3), (0, 3)).states[0].found == "0", "the embedding rows are recognized"
+    assert probe(path, hidden, (2, 4), (2, 4), final=hidden[-2]).verdict == "contradicts"
+
+
+def write(path: Path, samples: list[Made], **changes: object) -> Path:
+    with StoreWriter.open(path, make_manifest(**changes)) as writer:
+        for one in samples:
+            writer.add(one.sample, one.states)
+        writer.commit()
+    return path
+
+
+def test_compare_says_what_is_different(tmp_path: Path) -> None:
+    made = [make_sample(seed, make_manifest(hidden_size=64), num_tokens=40) for seed in range(5)]
+    clean = write(tmp_path / "clean", made, hidden_size=64)
+
+    def changed(name: str, states: Any) -> list[str]:
+        path = write(
+            tmp_path / name,
+            [Made(one.sample, tuple(states(at, one.states))) for at, one in enumerate(made)],
+            hidden_size=64,
+        )
+        report = compare_stores(path, clean)
+        assert report.exit_code == (1 if report.verdict != "same" else 0)
+        return report.words
+
+    assert changed("same", lambda _at, s: s)[0].startswith("the same up to rounding")
+    assert changed("order", lambda _at, s: (s[1], s[0], s[2]))[0].startswith("layer2 of A is layer4 of B")
+    moved = changed("moved", lambda at, s: [np.roll(x, 2, axis=0) for x in s] if at == 3 else s)
+    assert moved[0].startswith("1 of 5 samples differ by more than rounding")
+    assert moved[1] == "rows were moved: rows 2..39 are rows 0..37 of the other capture"
+    everywhere = changed("everywhere", lambda _at, s: [np.roll(x, 2, axis=0) for x in s])
+    assert everywhere[-1] == "rows were moved: rows 2..39 are rows 0..37 of the other capture (final)"
+
+
+def test_compare_as_a_command_with_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "one", [make_sample(seed) for seed in range(3)])
+    other = write(tmp_path / "other", [make_sample(seed) for seed in range(1, 4)], engine_version="0.5.11")
+    page = tmp_path / "page.html"
+    assert main(["compare", str(one), str(other), "--html", str(page), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["samples"], report["only_a"], report["only_b"]) == (2, 1, 1)
+    assert report["facts"] == ["engine_version: A '0.5.23', B '0.5.11'"]
+    assert "Which state of B" in page.read_text(encoding="utf-8")
+    assert main(["compare", str(one), str(other)]) == 0
+    assert "the same up to rounding" in capsys.readouterr().out
+    assert main(["compare", str(one), str(other), "--html", str(tmp_path / "no" / "page.html")]) == 64
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_tokens_of_another_template_or_tokenizer_are_told(tiny_llama: Path) -> None:
+    checker = TextChecker.load(str(tiny_llama), None)
+    assert checker.header, "the template's header of an answer was found"
+    encode = checker.renderer.tokens.encode
+    question = "<|im_start|>user\nHow many legs does a spider have?<|im_end|>\n"
+    parts = [(question + "<|im_start|>assistant\n", 0), ("Eight, as a rule, and the whole town has counted them twice. " * 8 + "<|im_end|>", 1)]
+
+    def sample(pieces: list[tuple[str, int]]) -> tuple[str, Any, Any]:
+        ids = [encode(text, add_special_tokens=False)[0] for text, _ in pieces]
+        mask = [np.full(len(piece), learned, np.uint8) for piece, (_, learned) in zip(ids, pieces, strict=True)]
+        return "k", np.concatenate(ids), np.concatenate(mask)
+
+    assert checker.check([sample(parts)]).problems == []
+    bare = sample([("### User: How many?\n### Assistant: ", 0), ("Eight.", 1)])
+    assert "another chat template" in checker.check([bare]).problems[0]
+    key, ids, mask = sample(parts)
+    assert "another tokenizer" in checker.check([(key, np.where(ids > 2, ids + 1, ids), mask)]).problems[0]
