@@ -18,12 +18,12 @@ ENV := tests/engine_env
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test check format .venv .venv-sglang engines tiny-models clean
+.PHONY: demo test check format .venv .venv-sglang engines sglang-wheels tiny-models consumers clean
 
 demo: .venv
 	$(BIN)/python -m hsdump.demo.run
 
-test: .venv engines tiny-models check
+test: .venv engines consumers tiny-models check
 	$(BIN)/python -m pytest
 
 check: .venv
@@ -44,7 +44,7 @@ format: .venv
 	@touch $@
 
 # The real SGLang on the CPU, for tests.
-engines: .venv-sglang $(RELEASE_FOLDERS:%=%/built) .cache/sglang-overlay/built
+engines: .venv-sglang $(RELEASE_FOLDERS:%=%/built) .cache/sglang-overlay/built sglang-wheels
 
 .venv-sglang: .venv-sglang/built-hsdump
 .venv-sglang/built: $(ENV)/build_sglang.sh $(ENV)/requirements.txt $(wildcard $(ENV)/sgl_kernel/*.py)
@@ -65,6 +65,20 @@ $(RELEASE_FOLDERS:%=%/built): .cache/sglang-%/built: $(ENV)/unpack_release.sh .v
 .cache/sglang-overlay/built: $(ENV)/overlay-requirements.txt .venv-sglang/built
 	rm -rf $(@D)
 	.venv-sglang/bin/python -m pip install -q --no-deps --target $(@D) -r $<
+	@touch $@
+
+# Every release that the source patch is for, SGLang's own wheel only: 330 MB.
+sglang-wheels: .cache/sglang-wheels/built
+.cache/sglang-wheels/built: $(ENV)/download_wheels.sh $(ENV)/releases.txt .venv-sglang/built
+	$(ENV)/download_wheels.sh .venv-sglang/bin/python $(ENV)/releases.txt $(@D)
+	@touch $@
+
+# Trainers whose readers load our exports: the modules alone, a few megabytes.
+consumers: .cache/consumers/built
+.cache/consumers/built: tests/store/consumers/requirements.txt .venv/built
+	rm -rf $(@D)
+	$(BIN)/python -m pip install -q --no-deps --target $(@D) -r $<
+	$(BIN)/python -m pip install -q --no-deps --target $(@D)/v1 speculators==0.3.0
 	@touch $@
 
 tiny-models: .venv

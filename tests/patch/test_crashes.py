@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -28,13 +26,6 @@ EDITED = [
 ]
 
 
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """Give a folder in memory: thousands of fsyncs would wait for the disk of the machine."""
-    with TemporaryDirectory(dir="/dev/shm", prefix="test-hsdump-patch-") as folder:  # not hsdump-*: those are spools
-        yield Path(folder)
-
-
 @pytest.fixture(autouse=True)
 def little_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy two files of hsdump instead of thirty: each is the same few steps."""
@@ -47,8 +38,8 @@ def no_look_at_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hsdump.patch.live.find_processes", lambda _site: [])
 
 
-def fresh(tmp_path: Path, number: int) -> Site:
-    return find_site(folder=make_site(tmp_path / f"site {number}"))
+def fresh(in_memory: Path, number: int) -> Site:
+    return find_site(folder=make_site(in_memory / f"site {number}"))
 
 
 def whole(site: Site, originals: dict[str, tuple[bytes, int, int]]) -> int:
@@ -84,9 +75,9 @@ def given_back(site: Site, originals: dict[str, tuple[bytes, int, int]]) -> None
 
 
 @pytest.mark.parametrize("then", ["apply", "restore"])
-def test_apply_killed_at_every_step(tmp_path: Path, then: str) -> None:
+def test_apply_killed_at_every_step(in_memory: Path, then: str) -> None:
     for fuse in count(1):
-        site = fresh(tmp_path, fuse)
+        site = fresh(in_memory, fuse)
         originals = everything(site.root)
         code = in_child(lambda site=site, fuse=fuse: apply(site, APPLY, FaultyDisk(fuse, "kill")))
         if code == 0:
@@ -103,9 +94,9 @@ def test_apply_killed_at_every_step(tmp_path: Path, then: str) -> None:
 
 
 @pytest.mark.parametrize("then", ["apply", "restore"])
-def test_restore_killed_at_every_step(tmp_path: Path, then: str) -> None:
+def test_restore_killed_at_every_step(in_memory: Path, then: str) -> None:
     for fuse in count(1):
-        site = fresh(tmp_path, fuse)
+        site = fresh(in_memory, fuse)
         originals = everything(site.root)
         apply(site, APPLY)
         code = in_child(lambda site=site, fuse=fuse: restore(site, RESTORE, FaultyDisk(fuse, "kill")))
@@ -128,34 +119,36 @@ def clean_or_finish(site: Site) -> None:
     clean(site)
 
 
-def test_a_disk_that_is_full_from_any_step_on_changes_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_from_any_step_on_changes_nothing(in_memory: Path) -> None:
     for fuse in count(1):
-        site = fresh(tmp_path, fuse)
+        site = fresh(in_memory, fuse)
         originals = everything(site.root)
         disk = FaultyDisk(fuse, "full")
         try:
             apply(site, APPLY, disk)
         except PatchError as error:
-            assert "No space left on device" in str(error)
-            assert "everything is as it was" in str(error)
-            assert everything(site.root) == originals
+            message = str(error)
         else:
             break
+        assert "No space left on device" in message
+        assert "everything is as it was" in message
+        assert everything(site.root) == originals
     assert fuse > 30, "the steps are not seen"
 
 
-def test_a_disk_that_is_full_during_restore_goes_on_from_there(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_during_restore_goes_on_from_there(in_memory: Path) -> None:
     for fuse in count(1):
-        site = fresh(tmp_path, fuse)
+        site = fresh(in_memory, fuse)
         originals = everything(site.root)
         apply(site, APPLY)
         try:
             restore(site, RESTORE, FaultyDisk(fuse, "full"))
         except PatchError as error:
-            assert "it goes on from here" in str(error)
-            check_after(site, originals, restoring=True)
-            restore(site, RESTORE)
-            given_back(site, originals)
+            message = str(error)
         else:
             break
+        assert "it goes on from here" in message
+        check_after(site, originals, restoring=True)
+        restore(site, RESTORE)
+        given_back(site, originals)
     assert fuse > 5, "the steps are not seen"

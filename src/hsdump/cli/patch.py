@@ -15,10 +15,9 @@ from hsdump.cli.output import Result, emit
 from hsdump.patch.blocks import insert
 from hsdump.patch.environments import find_sites, remember
 from hsdump.patch.journal import Journal, open_journal, read_journals
-from hsdump.patch.recovery import unified
 from hsdump.patch.restore import RestoreOptions, restore
 from hsdump.patch.restore import clean as clean_site
-from hsdump.patch.site import Site, find_site, sha256
+from hsdump.patch.site import Site, find_site, sha256, unified
 from hsdump.patch.status import PATCHED, Status
 from hsdump.patch.status import status as status_of
 from hsdump.patch.transaction import ApplyOptions, make_plan

@@ -5,8 +5,6 @@ An interrupted apply is rolled back, an interrupted restore is completed: either
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from pathlib import Path
 
 from hsdump.errors import PatchError
@@ -169,17 +167,6 @@ def is_overwritten(site: Site, journal: Journal) -> bool:
         if path.is_file() and (marks(path.read_bytes()) or sha256(path.read_bytes()) != site.hashes.get(record.path)):
             return False
     return any(not record.file(site).is_file() or _hash(record.file(site)) != record.before for record in journal.files)
-
-
-def unified(old: bytes, new: bytes, old_name: str, new_name: str) -> str:
-    """Give a unified diff of two texts."""
-    lines: Iterable[str] = difflib.unified_diff(
-        old.decode("utf-8", "replace").splitlines(keepends=True),
-        new.decode("utf-8", "replace").splitlines(keepends=True),
-        old_name,
-        new_name,
-    )
-    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
 
 
 def _hash(path: Path) -> str:

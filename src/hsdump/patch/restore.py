@@ -24,8 +24,8 @@ from hsdump.patch.journal import (
     read_journals,
 )
 from hsdump.patch.live import refuse_gpu_memory, refuse_running
-from hsdump.patch.recovery import is_overwritten, put_back, recover, sweep, unified
-from hsdump.patch.site import Site, sha256
+from hsdump.patch.recovery import is_overwritten, put_back, recover, sweep
+from hsdump.patch.site import Site, sha256, unified
 
 RUN_LOCK = "run.lock"
 """In the state folder, held by a living `hsdump run`."""

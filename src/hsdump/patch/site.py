@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import csv
+import difflib
 import hashlib
 import json
 import os
+import shlex
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
@@ -68,7 +71,8 @@ class Site:
     @property
     def how_to_name(self) -> str:
         """The option that names this environment on hsdump's command line."""
-        return f"--python {self.python}" if self.python else f"--site {self.given.parent}"
+        where = ("--python", self.python) if self.python else ("--site", str(self.given.parent))
+        return shlex.join(where)
 
 
 def find_site(*, python: str | None = None, folder: Path | None = None) -> Site:
@@ -206,19 +210,26 @@ def origin(site: Site, path: Path) -> Origin:
 
 
 def _by_git(path: Path) -> Origin:
-    command = ["git", "-C", str(path.parent), "diff", "HEAD", "--", path.name]
+    """Compare with what git has committed; git's own diff would refresh its index, and nothing may be changed here."""
+    command = ["git", "-C", str(path.parent), "show", f"HEAD:./{path.name}"]
     try:
-        tracked = subprocess.run(
-            ["git", "-C", str(path.parent), "ls-files", "--error-unmatch", path.name],
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return Origin("unknown", "no RECORD lists it, and git does not answer")
-    if tracked.returncode != 0 or done.returncode != 0:
+    if done.returncode != 0:
         return Origin("unknown", "no RECORD lists it, and it is in no git repository")
-    if done.stdout:
-        return Origin("modified", f"differs from git's HEAD:\n{done.stdout.rstrip()}")
+    now = path.read_bytes()
+    if done.stdout != now:
+        return Origin("modified", f"differs from git's HEAD:\n{unified(done.stdout, now, 'HEAD', path.name).rstrip()}")
     return Origin("as installed", "equals git's HEAD")
+
+
+def unified(old: bytes, new: bytes, old_name: str, new_name: str) -> str:
+    """Give a unified diff of two texts."""
+    lines: Iterable[str] = difflib.unified_diff(
+        old.decode("utf-8", "replace").splitlines(keepends=True),
+        new.decode("utf-8", "replace").splitlines(keepends=True),
+        old_name,
+        new_name,
+    )
+    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)

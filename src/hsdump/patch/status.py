@@ -141,11 +141,11 @@ def _without_journal(site: Site) -> Status:
     paths = [path for place in PLACES if (path := site.package / "srt" / place).is_file()]
     origins = {path: origin(site, path) for path in paths}
     files = [FileStatus(path=site.relative(path), state=origins[path].state, backup="") for path in paths]
-    marked = {path: found for path in paths if (found := marks(path.read_bytes()))}
+    marked = {path: ids for path in paths if (ids := marks(path.read_bytes()))}
     orphans = find_orphans(site)
     if marked:
-        ids = ", ".join(sorted({name for found in marked.values() for name in found}))
-        what = f"hsdump's blocks ({ids}) are in {len(marked)} files, and their journal is gone"
+        names = ", ".join(sorted({name for ids in marked.values() for name in ids}))
+        what = f"hsdump's blocks ({names}) are in {len(marked)} files, and their journal is gone"
         found = _new(site, DAMAGED, what, f"install SGLang {site.version} again, or put the *.bak_hsdump files back")
     elif orphans:
         what = f"{site.relative(orphans[0])} and {len(orphans) - 1} more" if orphans[1:] else site.relative(orphans[0])

@@ -25,8 +25,8 @@ from hsdump.patch.journal import (
     who,
 )
 from hsdump.patch.live import refuse_running
-from hsdump.patch.recovery import keep_bytecode, recover, roll_back, sweep, unified
-from hsdump.patch.site import Site, origin, sha256
+from hsdump.patch.recovery import keep_bytecode, recover, roll_back, sweep
+from hsdump.patch.site import Site, origin, sha256, unified
 
 ROOM_BYTES = 16 << 20
 """Free space that must be there beyond what is written: a full disk breaks more than hsdump."""
