@@ -150,11 +150,16 @@ class Checkpoint:
         scale = self.whole(scale_name)
         if scale.size == 1:
             return np.asarray(values * scale.reshape(()), np.float32)
-        scale = scale.reshape(scale.shape[0], -1)
-        per_row, per_column = -(-values.shape[0] // scale.shape[0]), -(-values.shape[1] // scale.shape[1])
-        wide = np.repeat(np.repeat(scale, per_row, axis=0), per_column, axis=1)
-        result: NDArray[np.float32] = values * wide[: values.shape[0], : values.shape[1]]
-        return result
+        rows, columns = values.shape
+        if scale.size == rows:
+            return np.asarray(values * scale.reshape(rows, 1), np.float32)
+        quantization = self.raw_config.get("quantization_config") or self.config.get("quantization_config") or {}
+        high, wide = quantization.get("weight_block_size") or (128, 128)
+        if scale.shape != (-(-rows // high), -(-columns // wide)):
+            what = f"{self.folder}: {name} {values.shape} has scales {scale.shape}, blocks are {high} x {wide}"
+            raise InputError(what, "use another checkpoint of this model")
+        spread = np.repeat(np.repeat(scale, high, axis=0), wide, axis=1)
+        return np.asarray(values * spread[:rows, :columns], np.float32)
 
 
 def _header(path: Path) -> dict[str, Place]:
