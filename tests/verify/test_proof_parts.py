@@ -28,6 +28,7 @@ from hsdump.verify.texts import TextChecker
 from hsdump.verify.witness import Answer
 from tests.store.making import Made, make_manifest, make_sample
 
+ANSWER = "Eight, as a rule; the bridge opens at seven, and a little patience depends on what you mean by dry. "
 IDS = np.random.default_rng(5).integers(3, 2048, (2, 24))
 
 
@@ -247,7 +248,7 @@ def test_tokens_of_another_template_or_tokenizer_are_told(tiny_llama: Path) -> N
     assert checker.header, "the template's header of an answer was found"
     encode = checker.renderer.tokens.encode
     question = "<|im_start|>user\nHow many legs does a spider have?<|im_end|>\n"
-    parts = [(question + "<|im_start|>assistant\n", 0), ("Eight, as a rule, counted twice. " * 8 + "<|im_end|>", 1)]
+    parts = [(question + "<|im_start|>assistant\n", 0), (ANSWER * 4 + "<|im_end|>", 1)]
 
     def sample(pieces: list[tuple[str, int]]) -> tuple[str, Any, Any]:
         ids = [encode(text, add_special_tokens=False)[0] for text, _ in pieces]
