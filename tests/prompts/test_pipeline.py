@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hsdump.errors import InputError
 from hsdump.prompts import Notes, PromptOptions, Skip, read_samples
 from hsdump.prompts.inputs import read_rows
+from hsdump.prompts.row import Row
 from hsdump.samples import TokenSample
 
 from .helpers import LoadRenderer
@@ -240,3 +241,24 @@ def test_whatever_a_file_holds_is_read_or_refused_by_name(tmp_path: Path, data: 
     except InputError as error:
         named = [str(error)]
     assert all(name in text for text in named)
+
+
+def test_ids_that_come_again_are_counted_and_their_rows_are_kept(load: LoadRenderer, tmp_path: Path) -> None:
+    other = {**GOOD, "id": "a", "messages": [*GOOD["messages"], *GOOD["messages"]]}
+    (tmp_path / "t.jsonl").write_text(lines({**GOOD, "id": "a"}, other, {**GOOD, "id": "b"}, GOOD))
+    notes = Notes()
+    items = list(read_samples([tmp_path / "t.jsonl"], load(), PromptOptions(), notes))
+    assert notes.counts["duplicate-ids"] == 1
+    assert [item.reason for item in items if isinstance(item, Skip)] == ["duplicate", "duplicate"]
+    assert sum(isinstance(item, TokenSample) for item in items) == 2
+
+
+def test_too_long_is_cut_only_where_that_is_asked_for(load: LoadRenderer) -> None:
+    whole = load().outcome(Row(source="r", value=GOOD)).samples[0]
+    limit = len(whole.input_ids) - 2
+    outcome = load(max_tokens=limit, too_long="cut").outcome(Row(source="r", value=GOOD))
+    (sample,) = outcome.samples
+    assert sample.input_ids.tolist() == whole.input_ids[:limit].tolist()
+    assert sample.loss_mask.tolist() == whole.loss_mask[:limit].tolist()
+    assert outcome.notes["samples-cut-at-limit"] == 1
+    assert load(max_tokens=limit).outcome(Row(source="r", value=GOOD)).skips[0].reason == "too-long"

@@ -7,16 +7,18 @@ import multiprocessing
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from hsdump.errors import InputError
 from hsdump.prompts.conversation import TokenRow
 from hsdump.prompts.hub import is_dataset
 from hsdump.prompts.inputs import check_input, read_rows
 from hsdump.prompts.options import PromptOptions, RowRefused, Skip
-from hsdump.prompts.renderer import Outcome, Renderer, row_source
+from hsdump.prompts.renderer import Outcome, Renderer, own_id, row_source
 from hsdump.prompts.row import Row
 from hsdump.prompts.rows import parse_row
 from hsdump.prompts.tokenrows import token_sample
@@ -54,7 +56,7 @@ def read_samples(
 ) -> Iterator[TokenSample | Skip]:
     """Stream the samples of files, in order, each content once.
 
-    Memory: some rows for each worker, and a set of the keys seen (about 100 bytes a sample), however long the input.
+    Memory: some rows for each worker, and sets of the keys and ids seen (about 150 bytes a sample).
 
     Args:
         inputs: files in any format that `read_rows` knows; what `hsdump prepare` wrote is one of them.
@@ -87,8 +89,15 @@ def read_masked(
     for path in inputs:
         check_input(path)  # all of them now: the last one may be hours away
     rows = (row for path in inputs for row in _rows(path, renderer))
+    ids: set[int] = set()
     for outcome in _outcomes(rows, renderer, options, workers):
         notes.add(outcome)
+        if outcome.row_id is not None:
+            number = xxhash.xxh3_64_intdigest(outcome.row_id.encode())
+            if number in ids:
+                # Not an error: ids are names for people, samples are told apart by their content.
+                notes.counts["duplicate-ids"] += 1
+            ids.add(number)
         yield from outcome.skips
         for sample, strategy in zip(outcome.samples, outcome.strategies, strict=True):
             key = bytes.fromhex(sample.key)
@@ -144,7 +153,7 @@ def _outcome(row: Row | Skip, renderer: Renderer | None, options: PromptOptions)
     else:
         outcome = tokens_only(row, options)
     outcome.notes["rows"] += 1
-    return outcome
+    return outcome if isinstance(row, Skip) else replace(outcome, row_id=own_id(row))
 
 
 def _parallel(

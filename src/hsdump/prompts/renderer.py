@@ -35,6 +35,9 @@ class Outcome:
     """How each sample's mask was found: a `Strategy`, or `given` for tokenized rows."""
 
     skips: tuple[Skip, ...] = ()
+    row_id: str | None = None
+    """The row's own id, where it has one."""
+
     notes: Counter[str] = field(default_factory=Counter)
     """Things worth a line in the report: `shape:messages`, `mask:sentinel`, `thinking-lost`, `tokens-straddling`."""
 
@@ -350,6 +353,11 @@ def check_length(num_tokens: int, options: PromptOptions) -> None:
 
 def row_source(row: Row) -> str:
     """Name a row for people: its own id where it has one, else the place in the file."""
+    return own_id(row) or printable(row.source)
+
+
+def own_id(row: Row) -> str | None:
+    """Give the id that a row brings along."""
     if isinstance(row.value, Mapping):
         # `source` is what `hsdump prepare` writes; in other files it tends to name the collection.
         keys = ("source", "id") if "input_ids" in row.value else ("id", "conversation_id")
@@ -357,7 +365,7 @@ def row_source(row: Row) -> str:
             value = row.value.get(key)
             if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
                 return printable(str(value))
-    return printable(row.source)
+    return None
 
 
 def _template_texts(tokenizer: Any) -> tuple[str | None, str | None]:

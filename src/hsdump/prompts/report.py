@@ -17,6 +17,9 @@ from hsdump.samples import TokenSample
 _EXAMPLES = 5
 """Skips named in full for each reason; all are counted."""
 
+WARNINGS = frozenset({"duplicate-ids", "samples-cut-at-limit", "thinking-lost", "tool-calls-lost"})
+"""Notes that somebody should look into."""
+
 
 @dataclass(kw_only=True, slots=True)
 class PrepareReport:
@@ -76,7 +79,8 @@ class PrepareReport:
             table.add_row(name, value)
         for name, count in sorted(self.notes.counts.items()):
             if name != "rows":
-                table.add_row(Text(f"  {name}", style="dim"), Text(f"{count:,}", style="dim"))
+                style = "yellow" if name in WARNINGS else "dim"
+                table.add_row(Text(f"  {name}", style=style), Text(f"{count:,}", style=style))
         parts: list[RenderableType] = [table]
         if self.skips:
             skipped = Table("skipped because", "count", "for example", box=None, pad_edge=False)
