@@ -16,6 +16,7 @@ POLICY_REASONS = frozenset(
         "image-content",
         "no-assistant-turn",
         "no-trainable-tokens",
+        "no-user-turn",
         "template-rejected",
         "thinking-refused",
         "too-long",
