@@ -32,8 +32,12 @@ def norm(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path)
+
+
+def make_model(parent: Path) -> Path:
     """A folder with a config and a final norm, whose weights differ widely as real ones do."""
-    folder = tmp_path / "model"
+    folder = parent / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "rms_norm_eps": EPS}))
     weight = (torch.rand(WIDTH, generator=torch.Generator().manual_seed(0)) * 4 + 0.05).to(torch.bfloat16)
