@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hsdump.arrays import to_float32
+from hsdump.arrays import to_float32, xxh3
 from hsdump.samples import TokenSample
-from hsdump.store import Manifest, Store, StoreWriter
+from hsdump.store import Manifest, Store, StoreWriter, WriterOptions
 from hsdump.store.codecs import decode_state, encode_state
 from hsdump.store.scrub import scrub
 
@@ -73,8 +73,8 @@ def ratios(store: Callable[[], object], limit: Callable[[], object], num_bytes: 
     }
 
 
-def commit_rate(folder: Path) -> Numbers:
-    """Raw commit against write + fsync of the same bytes into one file."""
+def commit_rate(folder: Path, *, checksums: bool = False) -> Numbers:
+    """Raw commit against write + fsync of the same bytes into one file; with checksums, of the same bytes hashed."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     states = [rng.integers(0, 1 << 16, (TOKENS, HIDDEN), dtype=np.uint16) for _ in range(4)]
@@ -92,6 +92,8 @@ def commit_rate(folder: Path) -> Numbers:
         fd = os.open(folder / "plain", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         for _ in samples:
             for state in states:
+                if checksums:
+                    xxh3(state)
                 os.write(fd, memoryview(state).cast("B"))
         os.fsync(fd)
         os.close(fd)
@@ -114,6 +116,50 @@ def commit_rate(folder: Path) -> Numbers:
         "ratio": round(statistics.median(plain_s / store_s for store_s, plain_s in pairs), 3),
         "ratio_min_max": [round(function(b / a for a, b in pairs), 3) for function in (min, max)],
     }
+
+
+def pipeline(folder: Path, disk_bytes_per_s: float) -> Numbers:
+    """A source that gives samples at its own pace: how much of that, or of the disk's, is committed.
+
+    Each shard holds two samples; the source's rate is a multiple of what write + fsync reached in this run. The two
+    ways of committing alternate.
+    """
+    rng = np.random.default_rng(0)
+    states = [rng.integers(0, 1 << 16, (TOKENS, HIDDEN), dtype=np.uint16) for _ in range(4)]
+    size = sum(state.nbytes for state in states)
+    samples = [TokenSample.make(f"s{i}", rng.integers(0, 1000, TOKENS), np.ones(TOKENS, np.uint8)) for i in range(20)]
+
+    def run(pace_s: float, *, second_thread: bool) -> float:
+        shutil.rmtree(folder / "pipe", ignore_errors=True)
+        os.sync()
+        with StoreWriter.open(folder / "pipe", manifest(), options=WriterOptions(shard_bytes=2 * size)) as writer:
+            started = time.perf_counter()
+            for number, sample in enumerate(samples):
+                time.sleep(max(0.0, started + number * pace_s - time.perf_counter()))
+                writer.add(sample, states)
+                if writer.is_full:
+                    if second_thread:
+                        writer.begin_commit()
+                    else:
+                        writer.commit()
+            writer.commit()
+            return time.perf_counter() - started
+
+    found: Numbers = {}
+    for times in (1, 2):
+        pace_s = size / disk_bytes_per_s / times
+        pairs = [(run(pace_s, second_thread=False), run(pace_s, second_thread=True)) for _ in range(REPEATS)]
+        alone, beside = (statistics.median(pair[which] for pair in pairs) for which in (0, 1))
+        found[f"source_{times}x_disk"] = {
+            "source_GB_per_s": round(times * disk_bytes_per_s / 1e9, 3),
+            "commit_GB_per_s": round(len(samples) * size / alone / 1e9, 3),
+            "begin_commit_GB_per_s": round(len(samples) * size / beside / 1e9, 3),
+            "commit_of_disk": round(len(samples) * size / alone / disk_bytes_per_s, 3),
+            "begin_commit_of_disk": round(len(samples) * size / beside / disk_bytes_per_s, 3),
+            "gain": round(statistics.median(a / b for a, b in pairs), 3),
+        }
+    shutil.rmtree(folder / "pipe")
+    return found
 
 
 def read_rate(folder: Path) -> Numbers:
@@ -272,8 +318,13 @@ def main() -> None:
     if os.access(memory, os.W_OK):
         # No disk to wait for: what checksums, header and index cost a core beside copying the bytes.
         results["commit_without_disk"] = commit_rate(memory / "hsdump-measure")
+        results["commit_without_disk_with_checksums"] = commit_rate(memory / "hsdump-measure", checksums=True)
         (memory / "hsdump-measure").rmdir()
+        print(json.dumps(results["commit_without_disk_with_checksums"]))
         print(json.dumps(results["commit_without_disk"]))
+    assert isinstance(results["commit"], dict)
+    results["pipeline"] = pipeline(options.folder, results["commit"]["limit_GB_per_s"] * 1e9)
+    print(json.dumps(results["pipeline"]))
     results["read"] = read_rate(options.folder)
     print(json.dumps(results["read"]))
     if options.states:
