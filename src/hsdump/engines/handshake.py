@@ -79,7 +79,8 @@ def handshake(
     try:
         for root, offer in candidates.items():
             ends[root] = _open_end(offer, [other for other in offers if other.root == root], run)
-        chosen = _say_hello(url, run, ends, headers)
+        chosen, widths = _say_hello(url, run, ends, headers)
+        _check_widths(url, candidates[chosen], widths)
     except BaseException:
         for end in ends.values():
             end.close()
@@ -169,8 +170,23 @@ def _read_offer(root: Path, path: Path) -> Offer | None:
         return None
 
 
-def _say_hello(url: str, run: str, ends: dict[Path, HandOver], headers: dict[str, str] | None) -> Path:
-    """Capture a few tokens and see in which spool they appear."""
+def _check_widths(url: str, offer: Offer, widths: list[tuple[int, ...]]) -> None:
+    """See on the first reply, before anything is written, that the states are as many and as wide as announced."""
+    assert offer.info is not None
+    shape = offer.info.shape
+    expected = [(HELLO_TOKENS, shape.hidden_size)] * len(shape.names)
+    if widths != expected:
+        raise ServerError(
+            f"the server at {url} announces {len(expected)} states of {list(expected[0])} for {HELLO_TOKENS} tokens and "
+            f"hands over {len(widths)} of {sorted({str(list(width)) for width in widths})}",
+            "server and client run different hsdump releases, or the model is not what its config says: see its log",
+        )
+
+
+def _say_hello(
+    url: str, run: str, ends: dict[Path, HandOver], headers: dict[str, str] | None
+) -> tuple[Path, list[tuple[int, ...]]]:
+    """Capture a few tokens and see in which spool they appear, and in which shapes."""
     ids = np.arange(HELLO_TOKENS, dtype=np.int64)
     # A fresh key each time: the cache namespace goes with it, and tokens of an earlier hello are not computed again.
     rid = Rid(run, secrets.token_hex(16), 0, HELLO_TOKENS)
@@ -193,8 +209,9 @@ def _say_hello(url: str, run: str, ends: dict[Path, HandOver], headers: dict[str
         for root, end in ends.items():
             match end.poll(rid):
                 case Rows() as rows:
+                    widths = [tuple(state.shape) for state in rows.states]
                     rows.release()
-                    return root
+                    return root, widths
                 case FailedNote(reason, detail):
                     raise SpoolError(
                         f"the server could not capture {HELLO_TOKENS} tokens: {reason}: {detail}",

@@ -143,6 +143,17 @@ def summary(state: RunState) -> RenderableType:
         table.add_row(f"[red]failed: {reason}", f"{count}")
     for reason, count in sorted(state.skipped.items()):
         table.add_row(f"[yellow]skipped: {reason}", f"{count}")
+    _add_rare(table, state)
+    if state.retries:
+        table.add_row("tries that failed and passed later", f"{state.retries}")
+    if state.stopped:
+        fix = f"\nfix: {state.error.fix}" if state.error else ""
+        table.add_row("[red]stopped early", f"{state.stopped}{fix}\nrun the same command again to go on")
+    return table
+
+
+def _add_rare(table: Table, state: RunState) -> None:
+    """Add the rows that most runs do not have."""
     for failure in state.failures[:LISTED]:
         table.add_row(f"  {failure.source}", Text(f"{failure.reason}: {failure.detail}"[:200]))
     if state.failed.total() > LISTED:
@@ -153,12 +164,9 @@ def summary(state: RunState) -> RenderableType:
         table.add_row("[red]--only names what is not there", name)
     if state.server_deaths:
         table.add_row("requests whose server died", f"{state.server_deaths}, sent again")
-    if state.retries:
-        table.add_row("tries that failed and passed later", f"{state.retries}")
-    if state.stopped:
-        fix = f"\nfix: {state.error.fix}" if state.error else ""
-        table.add_row("[red]stopped early", f"{state.stopped}{fix}\nrun the same command again to go on")
-    return table
+    if state.is_empty:
+        why = "see the reasons above, and hsdump prepare --show 3" if state.skipped else "it has no rows"
+        table.add_row("[red]the input gave no sample", why)
 
 
 def _total(state: RunState) -> str:

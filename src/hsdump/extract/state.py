@@ -142,6 +142,11 @@ class RunState:
         total = self.read + self.skipped.total() if self.input_done else self.rows_expected
         return None if total is None else max(total - self.finished, 0)
 
+    @property
+    def is_empty(self) -> bool:
+        """Not one row gave a sample: whatever the rules say, nobody wanted that."""
+        return self.input_done and self.read == 0
+
     def add_failure(self, failure: FailedSample) -> None:
         self.failed[failure.reason] += 1
         if len(self.failures) < LISTED_FAILURES:
@@ -151,7 +156,7 @@ class RunState:
         """4 stopped early, 3 some samples failed or rows were lost, 0 all committed."""
         if self.stopped:
             return EXIT_STOPPED_EARLY
-        incomplete = self.failed or self.earlier_failures or self.lost_rows or self.unknown_ids
+        incomplete = self.failed or self.earlier_failures or self.lost_rows or self.unknown_ids or self.is_empty
         return EXIT_SOME_FAILED if incomplete else EXIT_ALL_COMMITTED
 
     def report(self) -> dict[str, object]:
