@@ -177,8 +177,8 @@ def _check_widths(url: str, offer: Offer, widths: list[tuple[int, ...]]) -> None
     expected = [(HELLO_TOKENS, shape.hidden_size)] * len(shape.names)
     if widths != expected:
         raise ServerError(
-            f"the server at {url} announces {len(expected)} states of {list(expected[0])} for {HELLO_TOKENS} tokens and "
-            f"hands over {len(widths)} of {sorted({str(list(width)) for width in widths})}",
+            f"the server at {url} announces {len(expected)} states of {list(expected[0])} for {HELLO_TOKENS} tokens "
+            f"and hands over {len(widths)} of {sorted({str(list(width)) for width in widths})}",
             "server and client run different hsdump releases, or the model is not what its config says: see its log",
         )
 
