@@ -1,5 +1,7 @@
 """`python -m hsdump.demo.run --out demo-out`: the whole job in small, without a server, a GPU or a download.
 
+From questions to a drafter that an engine loads, with a code model of 8 MB that comes along (`train_target`).
+
 It calls the same commands that a user types, one process each, and says each one before it runs.
 """
 
@@ -26,13 +28,22 @@ from hsdump.arrays import to_float32
 from hsdump.errors import HsdumpError, UsageError
 from hsdump.store import Store
 
-ARCHITECTURE: Final = "llama"
+TARGET = Path(__file__).with_name("target")
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
+"""Conversations in many languages; a small drafter cannot learn from these, but `prepare --show` is worth a look."""
+
+TRAINING: Final = (
+    *("--ttt-steps", "3", "--tokens", "2048", "--epochs", "30", "--max-steps", "160"),
+    *("--lr", "2e-3", "--warmup", "20", "--validate-every", "40", "--save-every", "40", "--held-out", "0.08"),
+)
 MARKER = "made-by-hsdump-demo.txt"
 VERDICTS = {0: "clean", 1: "suspicious", 2: "corrupt"}
 """What the exit codes of `hsdump verify` mean."""
 
 STOPPED = 130
+
+LEARN, TEST, NEW_TOKENS = 320, 16, 80
+"""Questions to learn from and to test with; tokens of an answer."""
 
 QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
 """For the commands: no progress bar of other libraries, and a proof that nothing is downloaded."""
@@ -45,12 +56,28 @@ class Places:
     out: Path
 
     @property
-    def model(self) -> Path:
-        return self.out / "model"
+    def answers(self) -> Path:
+        return self.out / "answers.jsonl"
 
     @property
-    def samples(self) -> Path:
-        return self.out / "samples.parquet"
+    def questions(self) -> Path:
+        return self.out / "test.jsonl"
+
+    @property
+    def vocab(self) -> Path:
+        return self.out / "store.vocab.safetensors"
+
+    @property
+    def drafter(self) -> Path:
+        return self.out / "drafter"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.out / "evaluation.json"
+
+    def exported(self, engine: str) -> Path:
+        """Where the drafter is for an engine."""
+        return self.out / f"drafter-{engine}"
 
     @property
     def store(self) -> Path:
@@ -73,12 +100,15 @@ class Places:
             raise UsageError(
                 f"{self.out} holds files that the demo did not write", "name a new or an empty folder with --out"
             )
-        shutil.rmtree(self.model, ignore_errors=True)
-        shutil.rmtree(self.store, ignore_errors=True)
-        for path in (self.samples, self.samples.with_name(self.samples.name + ".report.json"), self.summary):
+        for folder in (self.store, self.drafter, self.exported("sglang"), self.exported("vllm")):
+            shutil.rmtree(folder, ignore_errors=True)
+        for path in (self.answers, self.questions, self.vocab, self.evaluation, self.summary):
             path.unlink(missing_ok=True)
         self.out.mkdir(parents=True, exist_ok=True)
-        marker.write_text("The next demo removes and writes again: model, samples.parquet, store, summary.json\n")
+        marker.write_text(
+            "The next demo removes and writes again: answers.jsonl, test.jsonl, store, store.vocab.safetensors,\n"
+            "drafter, drafter-sglang, drafter-vllm, evaluation.json, summary.json\n"
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,31 +127,58 @@ class Demo:
         """
         places = self.places
         places.start_afresh()
-        self._make_model()
-        engine = ("--engine", "transformers", "--model", places.model)
+        self._ask()
+        engine = ("--engine", "transformers", "--model", TARGET)
         steps: tuple[tuple[str | Path, ...], ...] = (
-            ("prepare", _short(PROMPTS), "--model", places.model, "--out", places.samples),
-            ("extract", places.samples, *engine, "--out", places.store),
+            ("extract", places.answers, *engine, "--out", places.store),
             ("verify", places.store),
+            ("vocab", places.store, "--size", "1536", "--held-out", "0.08"),
+            ("train", places.store, "--out", places.drafter, *TRAINING),
+            ("export", places.drafter, "--to", "sglang", "--out", places.exported("sglang")),
+            ("export", places.drafter, "--to", "vllm", "--out", places.exported("vllm")),
         )
+        verdict = 0
         for step in steps:
             code = self._hsdump(*map(str, step))
+            verdict = code if step[0] == "verify" else verdict
             if code and not (step[0] == "verify" and code in VERDICTS):
                 self._say(f"the demo ends here: hsdump {step[0]} gave exit code {code}")
                 return code
+        evaluation = self._evaluate()
         with Store(places.store) as store:
-            summary = self._summary(store, VERDICTS[code])
+            summary = self._summary(store, VERDICTS[verdict]) | evaluation
             places.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
             self.console.print(_explained(store, summary, places), soft_wrap=True, markup=False, highlight=False)
-        return code
+        return verdict or (0 if summary["lossless"] else 1)
 
-    def _make_model(self) -> None:
-        from hsdump.demo.tiny_model import make_tiny_model
+    def _ask(self) -> None:
+        from hsdump.demo.questions import write_questions
 
-        self._say(f"making a tiny {ARCHITECTURE} model with random weights in {self.places.model}")
+        self._say(f"asking the demo's target ({_short(TARGET)}) how functions of the standard library go on")
         started_s = time.monotonic()
-        make_tiny_model(self.places.model, ARCHITECTURE)
-        self.seconds["model"] = round(time.monotonic() - started_s, 2)
+        write_questions(TARGET, self.places.out, learn=LEARN, test=TEST, new_tokens=NEW_TOKENS)
+        self.seconds["answers"] = round(time.monotonic() - started_s, 2)
+
+    def _evaluate(self) -> dict[str, Any]:
+        """Decode the test questions with the drafter and with an untrained one, and check what comes out."""
+        places = self.places
+        words = ("eval", places.drafter, "--prompts", places.questions, "--new-tokens", "64", "--untrained", "--json")
+        self._say(f"$ {_as_typed('hsdump')} {shlex.join(map(str, words))} > {places.evaluation}")
+        started_s = time.monotonic()
+        command = [sys.executable, "-m", "hsdump.cli.main", *map(str, words)]
+        with places.evaluation.open("wb") as file:
+            subprocess.run(command, env={**os.environ, **QUIET}, stdout=file, check=False)
+        self.seconds["eval"] = round(time.monotonic() - started_s, 2)
+        found = msgspec.json.decode(places.evaluation.read_bytes())
+        return {
+            "acceptance_length": found["walked"][0]["acceptance_length"],
+            "acceptance_length_untrained": found["untrained"]["acceptance_length"],
+            "acceptance_per_position": found["walked"][0]["per_position"],
+            "lossless": found["lossless"] or len(found["differing"]) == found["near_ties"],
+            "outputs_differing_at_ties": found["near_ties"],
+            "prompts_decoded": found["walked"][0]["prompts"],
+            "seconds": {**self.seconds, "total": round(sum(self.seconds.values()), 2)},
+        }
 
     def _hsdump(self, *words: str) -> int:
         """Run one command as a user would, its output going straight to the terminal."""
@@ -129,7 +186,7 @@ class Demo:
         started_s = time.monotonic()
         command = [sys.executable, "-m", "hsdump.cli.main", *words]
         code = subprocess.run(command, env={**os.environ, **QUIET}, check=False).returncode
-        self.seconds[words[0]] = round(time.monotonic() - started_s, 2)
+        self.seconds[words[0]] = round(self.seconds.get(words[0], 0.0) + time.monotonic() - started_s, 2)
         return code
 
     def _say(self, text: str) -> None:
@@ -166,17 +223,31 @@ def _what_happened(summary: dict[str, Any], places: Places) -> str:
     layers = ", ".join(map(str, summary["layers"]))
     return f"""
 What happened, in {summary["seconds"]["total"]:.0f} s
-  {summary["samples"]} conversations became token ids and loss masks (1 = text of the assistant: a drafter learns it).
-  A tiny model read all {summary["tokens"]:,} tokens, {summary["loss_tokens"]:,} of them to learn from.
+  A small code model answered {summary["samples"]} questions: it went on with functions of Python's standard library.
+  It read all {summary["tokens"]:,} tokens again; {summary["loss_tokens"]:,} are its own words, which a drafter learns.
   For every token {len(summary["layers"]) + 1} vectors of {summary["hidden_size"]} numbers were kept: what comes out of
   decoder layers {layers} (counted from 1), and the final state, which the model's lm_head reads.
-  An EAGLE-3 drafter is trained on these.
   `hsdump verify` read all of it back and finds it {summary["verdict"]}.
+  An EAGLE-3 drafter was trained on these, and exported for SGLang and vLLM.
+
+How good it is, on {summary["prompts_decoded"]} questions from files that nobody learned from, 3 draft tokens, greedy
+  acceptance length {summary["acceptance_length"]:.2f} tokens a forward of the target (1: no drafter, 4: the most)
+  {summary["acceptance_length_untrained"]:.2f} with an untrained drafter of the same shape
+  {_lossless(summary)}
 
 Where it lies
   {places.store}  {decimal(summary["bytes_on_disk"])}, {summary["bytes_per_token"]:,} bytes of states a token
+  {places.drafter}  the drafter, its progress and settings
+  {places.exported("sglang")}, {places.exported("vllm")}  the same, as these engines load it
   {places.summary}  the numbers of this run, for scripts
 """
+
+
+def _lossless(summary: dict[str, Any]) -> str:
+    if not summary["lossless"]:
+        return "NOT lossless: an output differs from the target's own"
+    ties = summary["outputs_differing_at_ties"]
+    return "lossless: every output is the target's own" + (f", {ties} but for a tie of two tokens" if ties else "")
 
 
 def _one_sample(store: Store) -> str:
@@ -199,7 +270,8 @@ def _what_next(places: Places) -> str:
     hsdump = _as_typed("hsdump")
     return f"""
 Look further
-  {hsdump} prepare {_short(PROMPTS)} --model {places.model} --out {places.samples} --show 2
+  {hsdump} prepare {_short(PROMPTS)} --model {_short(TARGET)} --out {places.out / "chats.parquet"} --show 2
+  {hsdump} eval {places.drafter} --store {places.store}
   {hsdump} verify {places.store} --json
   README.md, "Reading the store", says how to get at the arrays from Python
 

@@ -269,7 +269,8 @@ def train(folder: Path, *, minutes: float, batch: int, seed: int) -> None:
     say(f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} thread(s)")
     say(f"{len(documents)} exchanges, {tokens} tokens, {len(unseen)} exchanges held out")
     say(
-        f"{sum(weight.numel() for weight in model.parameters())} weights, {minutes:g} minutes, steps of {batch * ROW_TOKENS} tokens"
+        f"{sum(weight.numel() for weight in model.parameters())} weights, {minutes:g} minutes, "
+        f"steps of {batch * ROW_TOKENS} tokens"
     )
     losses = []
     for number, ids in enumerate(training.batches(documents), 1):
