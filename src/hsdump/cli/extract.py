@@ -92,14 +92,7 @@ def extract(
 
     Exit codes: 0 all committed, 3 some samples failed or rows were unreadable, 4 stopped early.
     """
-    if out is None and not collector:
-        raise UsageError("--out is missing", "name the folder of the store: --out /data/store")
-    if collector and (out is not None or server or servers or ray):
-        what = "--collector does not go with --out, --server, --servers or --ray"
-        raise UsageError(what, "the partition is named where hsdump collect runs")
-    out = out or Path()
-    if not collector:
-        check_output(out)
+    out = _checked_out(out, collector, other_ways=bool(server or servers or ray))
     options = ExtractOptions(
         inputs=tuple(inputs),
         out=out,
@@ -154,6 +147,19 @@ def extract(
         state = asyncio.run(run_session({engine: _embedded_engine(engine, options)}, options, watch))
     result = Result(data=state.report(), text=summary(state), exit_code=state.exit_code())
     raise typer.Exit(emit(both(answered, result), as_json=json))
+
+
+def _checked_out(out: Path | None, collector: object, *, other_ways: bool) -> Path:
+    """Find out now whether the store can be written, or that a collector writes it."""
+    if not collector:
+        if out is None:
+            raise UsageError("--out is missing", "name the folder of the store: --out /data/store")
+        check_output(out)
+        return out
+    if out is not None or other_ways:
+        what = "--collector does not go with --out, --server, --servers or --ray"
+        raise UsageError(what, "the partition is named where hsdump collect runs")
+    return Path()
 
 
 def _sglang_engines(endpoints: list[Endpoint], options: ExtractOptions, timeout_s: float) -> dict[str, Engine]:
