@@ -39,6 +39,12 @@ from hsdump.verify.prove import Prover
 from hsdump.verify.witness import Answer, Witness
 
 DETECTORS = ("verify", "prove", "compare", "probe")
+SHORT = 200
+"""Characters of a turn, so that many samples fit into a campaign."""
+
+PLANTED = 100
+"""Samples among which a fault is planted; the clean ones are all looked at."""
+
 TOKEN_SABOTAGES = ("another chat template", "another tokenizer revision")
 
 
@@ -67,7 +73,7 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     turns = [row.get("messages") or row.get("conversations") for row in rows]
     plain = [
-        [{"role": str(turn["role"]), "content": turn["content"]} for turn in talk]
+        [{"role": str(turn["role"]), "content": turn["content"][:SHORT]} for turn in talk]
         for talk in turns
         if talk and all(turn.get("role") in ("user", "assistant") and turn.get("content") for turn in talk)
     ]
@@ -162,7 +168,8 @@ def detect(bench: Bench, samples: Sequence[Taken], probed: Sequence[Taken] | Non
         "words": sorted(report.counts),
     }
     with Store(path) as store:
-        proof = Prover(bench.manifest, str(bench.model)).judge(store.__getitem__, bench.answers)
+        answers = {one.sample.key: bench.answers[one.sample.key] for one in samples}
+        proof = Prover(bench.manifest, str(bench.model)).judge(store.__getitem__, answers)
     off = {diff.sample for diff in proof.off_samples} | set(proof.logits.off_samples if proof.logits else [])
     found["prove"] = {"caught": proof.verdict == "not proved", "samples": len(off), "words": proof.words}
     compared = compare_stores(path, bench.twin)
@@ -230,19 +237,18 @@ def campaign(url: str, model: Path, folder: Path, count: int) -> dict[str, Any]:
     """Run everything against a server that captures all layers of the tiny Llama."""
     started = time.monotonic()
     bench = prepare(url, model, folder, count)
+    table = {name: plant_tokens(bench, name, min(count, PLANTED)) for name in TOKEN_SABOTAGES}
     clean = detect(bench, bench.clean, bench.probe_taken)
-    table = {}
     for name, plant in OF_STATES.items():
         probed = None if name == "1 % of samples from another model" else plant(bench.world, bench.probe_taken)
-        table[name] = detect(bench, plant(bench.world, bench.clean), probed)
-    for name in TOKEN_SABOTAGES:
-        table[name] = plant_tokens(bench, name, min(count, 64))
+        table[name] = detect(bench, plant(bench.world, bench.clean[:PLANTED]), probed)
     return {
         "command": f"python -m benchmarks.sabotage.campaign --samples {count}",
         "hsdump": __version__,
         "engine": f"sglang {bench.info.engine_version}, {bench.info.model_class}, {bench.info.device}",
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "samples": len(bench.clean),
+        "planted_among": min(count, PLANTED),
         "tokens": int(sum(len(one.sample.input_ids) for one in bench.clean)),
         "clean": clean,
         "sabotages": table,
@@ -255,8 +261,9 @@ def campaign(url: str, model: Path, folder: Path, count: int) -> dict[str, Any]:
 
 def as_table(result: Mapping[str, Any]) -> str:
     """Write the result as Markdown."""
-    what = f"{result['engine']}; {result['samples']} samples, {result['tokens']} tokens; hsdump {result['hsdump']}; "
-    what += f"{result['seconds']} s on {result['machine']}. `{result['command']}`"
+    what = f"{result['engine']}; {result['samples']} clean samples, {result['tokens']} tokens, faults planted among "
+    what += f"{result['planted_among']}; hsdump {result['hsdump']}; {result['seconds']} s on {result['machine']}. "
+    what += f"`{result['command']}`"
     lines = [
         "# Sabotage campaign",
         "",

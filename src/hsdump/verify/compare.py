@@ -144,14 +144,14 @@ def judge(states: Sequence[StateDiff], off: Sequence[SampleDiff], off_count: int
             words.append("final is before the model's norm in one store and after it in the other")
         elif typical > SAME_SAMPLE:
             words.append(f"{diff.state} differs in most samples: median relative error {diff.median:.3g}")
-    shifts = {move.split(" are ")[0]: move for diff in off for move in diff.moves}
+    shifts = [f"{move} (sample {diff.sample})" for diff in off for move in diff.moves]
     if off_count:
         first = off[0]
         text = f"{off_count} of {len(differ.samples)} samples differ by more than rounding, such as {first.sample} "
         text += f"({first.source}): {first.state} rows {first.first}..{first.last}, {first.off_rows} of them off"
         words.append(text)
     if shifts:
-        words.append("rows were moved: " + next(iter(shifts.values())))
+        words.append("rows were moved: " + shifts[0])
     return words
 
 

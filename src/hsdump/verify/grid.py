@@ -17,8 +17,8 @@ from hsdump.arrays import StateArray
 LOOKED_AT = 1 << 20
 """Values of one state of one sample; rows spread evenly."""
 
-BITS = 40.0
-"""Evidence needed: chance alone would look so in 1 of 2^40 cases."""
+BITS = 20.0
+"""Evidence needed: chance alone would look so in 1 of a million cases."""
 
 _BELOW = 110 << 7
 """Bits of 2^-17, the sign left out."""

@@ -252,8 +252,8 @@ class Prober:
         if len(ends) < 2 and len(aux) > 1:
             return
         for before, reading, after in zip(aux, aux[1:], aux[2:], strict=False):
-            if reading.found is not None:
-                continue
+            if reading.found is not None or reading.claimed in self._errors.get(reading.state, {}):
+                continue  # found, or held against what it claims to be and not found to be that
             distance = {
                 (a.state, b.state): _distance(captured.states[a.state], captured.states[b.state])
                 for a, b in ((before, reading), (reading, after), (before, after))
