@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,14 +26,26 @@ def write_for_ever(path: Path, first: int, pipe: Connection) -> None:
     choose = random.Random(first)
     with StoreWriter.open(path, MANIFEST, options=WriterOptions(shard_bytes=3000)) as writer:
         pipe.send("open")
-        number = first
+        number, under_way = first, None
         while True:
             batch = [sample_of(number + step) for step in range(choose.randint(1, 6))]
             for one in batch:
                 writer.add(one.sample, one.states)
                 if choose.random() < 0.1:
                     writer.record_failure(make_sample(-number % 1000 + 10**6).sample, "timeout", "", attempts=1)
-            keys = writer.commit()
-            assert keys == [one.sample.key for one in batch]
-            pipe.send([number, number + len(batch)])
+            if under_way is not None:  # committed by the second thread while this batch was added
+                _tell(pipe, *under_way)
+                under_way = None
+            place = (number, [one.sample.key for one in batch])
+            if choose.random() < 0.5:
+                under_way = (writer.begin_commit(), *place)
+            else:
+                keys: Future[list[str]] = Future()
+                keys.set_result(writer.commit())
+                _tell(pipe, keys, *place)
             number += len(batch)
+
+
+def _tell(pipe: Connection, commit: Future[list[str]], first: int, expected: list[str]) -> None:
+    assert commit.result() == expected
+    pipe.send([first, first + len(expected)])
