@@ -96,7 +96,7 @@ def test_sglang_is_looked_at_without_being_imported(tmp_path: Path) -> None:
     plugin.parent.mkdir()
     plugin.write_text("[sglang.srt.plugins]\nhsdump = hsdump.sglang.plugin:register\n")
     (plugin.parent / "METADATA").write_text("Name: hsdump\nVersion: 0\n")
-    assert check_environment(python) == "0.5.99"
+    assert check_environment(python) == ("0.5.99", "plugin")
 
 
 def test_a_spool_larger_than_its_file_system_is_refused(tmp_path: Path) -> None:

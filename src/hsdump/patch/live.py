@@ -136,10 +136,9 @@ def _tie(
     # The environment's own interpreter, unless another tree stands before it.
     if site.prefix is None or site.by_pythonpath or any((Path(path) / "sglang/srt").is_dir() for path in paths):
         return None
-    prefix = f"{site.prefix.resolve()}/"
-    return (
-        f"runs from {site.prefix}" if words[0].startswith((prefix, f"{site.prefix}/")) or f" {prefix}" in maps else None
-    )
+    # Not all of the prefix: virtual environments made from a base interpreter have files of that one mapped, too.
+    inside = Path(words[0]).parent in (site.prefix / "bin", site.prefix.resolve() / "bin")
+    return f"runs from {site.prefix}" if inside or f" {site.libraries}/" in maps else None
 
 
 def _maps_package(site: Site, maps: str, opened: list[str]) -> str | None:
@@ -206,7 +205,7 @@ def refuse_gpu_memory(site: Site) -> str:
     users = gpu_users()
     if users is None:
         return "no NVIDIA tools here: GPU memory was not looked at"
-    ours = {process.pid for process in find_processes(site)} | _of_prefix(site)
+    ours = {process.pid for process in find_processes(site)} | _of_libraries(site)
     held = [user for user in users if user.pid in ours or not user.known]
     if held:
         lines = [f"pid {user.pid}: {user.used}{'' if user.known else ' (not visible from here)'}" for user in held]
@@ -217,11 +216,9 @@ def refuse_gpu_memory(site: Site) -> str:
     return "0 MiB of GPU memory held by this environment" + (f"; {len(users)} others hold some" if users else "")
 
 
-def _of_prefix(site: Site) -> set[int]:
-    """Give every process that has a file of the environment mapped, whatever it calls itself."""
-    if site.prefix is None:
-        return set()
-    inside = f" {site.prefix.resolve()}/"
+def _of_libraries(site: Site) -> set[int]:
+    """Give every process that has a file of the environment's packages mapped, whatever it calls itself."""
+    inside = f" {site.libraries}/"
     found = set()
     for folder in PROC.iterdir():
         if folder.name.isdigit():

@@ -21,12 +21,12 @@ STATE_FOLDER = "sglang.hsdump"
 """Beside the package: journals, lock, the code that the blocks import. Not importable, since its name has a dot."""
 
 _PROBE = """
-import json, sys
+import json, sys, sysconfig
 sys.path = [path for path in sys.path if path]
 from importlib.util import find_spec
 spec = find_spec("sglang")
 places = list((spec and spec.submodule_search_locations) or [])
-print(json.dumps({"places": places, "prefix": sys.prefix, "version": "%d.%d" % sys.version_info[:2]}))
+print(json.dumps({"places": places, "prefix": sys.prefix, "libraries": sysconfig.get_paths()["purelib"]}))
 """
 
 
@@ -45,6 +45,9 @@ class Site:
 
     prefix: Path | None
     """`sys.prefix` of that interpreter."""
+
+    libraries: Path
+    """Its `site-packages`: what a process of this environment has files of mapped, torch's at least."""
 
     version: str
     editable: bool
@@ -93,7 +96,7 @@ def find_site(*, python: str | None = None, folder: Path | None = None) -> Site:
     if not (given / "srt").is_dir():
         raise UsageError(f"{folder} holds no sglang package", "name the folder that does, such as .../site-packages")
     interpreter = _interpreter_above(given)
-    return _make(given, interpreter, interpreter and interpreter.parents[1])
+    return _make(given, interpreter, interpreter and interpreter.parents[1], given.parent)
 
 
 def _site_of_python(python: str) -> Site:
@@ -110,7 +113,7 @@ def _site_of_python(python: str) -> Site:
         raise UsageError(f"{python} has no SGLang", "name the interpreter that has it: --python PATH")
     if len(places) > 1:
         raise UsageError(f"{python} has several: {', '.join(places)}", "name one of the folders with --site")
-    return _make(Path(places[0]), Path(python), Path(found["prefix"]))
+    return _make(Path(places[0]), Path(python), Path(found["prefix"]), Path(found["libraries"]))
 
 
 def _on_pythonpath(package: Path) -> bool:
@@ -127,7 +130,7 @@ def _interpreter_above(package: Path) -> Path | None:
     return None
 
 
-def _make(given: Path, python: Path | None, prefix: Path | None) -> Site:
+def _make(given: Path, python: Path | None, prefix: Path | None, libraries: Path) -> Site:
     package = given.resolve()
     found = list(distributions(name="sglang", path=[str(package.parent)]))
     if len(found) > 1:
@@ -144,6 +147,7 @@ def _make(given: Path, python: Path | None, prefix: Path | None) -> Site:
         given=given,
         python=None if python is None else str(python),
         prefix=prefix,
+        libraries=libraries.resolve(),
         version=version or "unknown",
         editable=not any(name.startswith("sglang/srt/") for name in hashes),
         by_pythonpath=_on_pythonpath(package),

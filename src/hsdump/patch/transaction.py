@@ -22,6 +22,7 @@ from hsdump.patch.journal import (
     locked,
     now,
     open_journal,
+    read_journals,
     who,
 )
 from hsdump.patch.live import refuse_running
@@ -154,10 +155,13 @@ def _checked_plan(site: Site, options: ApplyOptions) -> Plan:
 
 def _refuse_edited(site: Site, change: Change, options: ApplyOptions) -> None:
     backup = change.record.backup(site)
-    if backup.exists() or backup.is_symlink():
+    if backup.is_symlink() or (backup.exists() and sha256(backup.read_bytes()) != change.record.before):
+        known = any(backup == record.backup(site) for journal in read_journals(site) for record in journal.files)
         raise PatchError(
-            f"{backup} is there, and no journal knows it",
-            f"somebody patched by hand: compare it with {change.edit.path.name}, put it back or remove it",
+            f"{backup} is there, and holds something else than {change.edit.path.name} does now",
+            "it is of an earlier patch that was restored: hsdump patch clean"
+            if known
+            else "no journal knows it, so somebody patched by hand: put it back or remove it",
         )
     found = origin(site, change.edit.path)
     if found.state != "as installed" and not options.accept_modified:
