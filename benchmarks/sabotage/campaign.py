@@ -64,6 +64,7 @@ class Bench:
     probe_taken: list[Taken]
     probe_answers: dict[str, Answer]
     world: World
+    prover: Prover
     folder: Path
 
 
@@ -142,6 +143,7 @@ def prepare(url: str, model: Path, folder: Path, count: int) -> Bench:
         probe_taken=taken(sequences, probe_answers),
         probe_answers=probe_answers,
         world=World(model, other),
+        prover=Prover(manifest, str(model)),
         folder=folder,
     )
     write_store(bench.twin, manifest, taken(samples, first))
@@ -169,7 +171,7 @@ def detect(bench: Bench, samples: Sequence[Taken], probed: Sequence[Taken] | Non
     }
     with Store(path) as store:
         answers = {one.sample.key: bench.answers[one.sample.key] for one in samples}
-        proof = Prover(bench.manifest, str(bench.model)).judge(store.__getitem__, answers)
+        proof = bench.prover.judge(store.__getitem__, answers)
     off = {diff.sample for diff in proof.off_samples} | set(proof.logits.off_samples if proof.logits else [])
     found["prove"] = {"caught": proof.verdict == "not proved", "samples": len(off), "words": proof.words}
     compared = compare_stores(path, bench.twin)
@@ -214,7 +216,7 @@ def plant_tokens(bench: Bench, name: str, count: int) -> dict[str, dict[str, Any
     path = write_store(bench.folder / "planted", bench.manifest, taken(samples, answers))
     report = verify_store(path)
     with Store(path) as store:
-        proof = Prover(bench.manifest, str(bench.model)).judge(store.__getitem__, answers)
+        proof = bench.prover.judge(store.__getitem__, answers)
     compared = compare_stores(path, bench.twin)
     return {
         "verify": {"caught": report.exit_code != 0, "samples": 0, "words": sorted(report.counts)},

@@ -63,9 +63,10 @@ class Served:
 
 @pytest.fixture(scope="module")
 def llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server whose capture is set by ids of the engine's own, and a store from it."""
+    """A server that captures all layers, named by ids of the engine's own, and a store from it."""
     folder = tmp_path_factory.mktemp("proof")
-    with SglangServer(model=tiny_llama, log=folder / "log", serve_options=("--layers", "native:2,4,5")) as server:
+    options = ("--layers", "native:0,1,2,3,4,5,6")
+    with SglangServer(model=tiny_llama, log=folder / "log", serve_options=options) as server:
         assert main(["extract", str(PROMPTS), "--server", server.url, "--out", str(folder / "store"), "--json"]) == 0
         yield Served(server.url, folder, folder / "store")
 
@@ -80,8 +81,9 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[
 
 def test_llamas_own_ids_and_an_extraction_probes_first(llama: Served, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = run_json(capsys, "probe", "--server", llama.url, "--fresh")
-    assert (code, [one["found"] for one in report["states"]]) == (0, ["3", "5", "6", "final"])
-    assert (report["engine_ids"], report["table_ids"]) == ([2, 4, 5], [2, 4, 5])
+    found = dict(zip(report["engine_ids"], (one["found"] for one in report["states"]), strict=False))
+    assert (code, found[2], found[4], found[5]) == (0, "3", "5", "6")
+    assert report["table_ids"] == report["engine_ids"] == [0, 1, 2, 3, 4, 5, 6]
     assert main(["extract", str(PROMPTS), "--server", llama.url, "--out", str(llama.store)]) == 0
     assert "probe (known): agrees" in capsys.readouterr().err
 
@@ -141,10 +143,12 @@ def test_decode_steps_beside_prefill_of_the_same_tokens(llama: Served, capsys: p
     assert main(["extract", str(PROMPTS), "--server", llama.url, "--out", str(decode)]) == 75, "phases are not mixed"
 
 
-def test_a_small_sabotage_campaign(tiny_llama: Path, tmp_path: Path) -> None:
-    """Each fault is caught by some detector, and clean data by none; the large one is benchmarks/sabotage."""
-    with SglangServer(model=tiny_llama, log=tmp_path / "log", serve_options=("--layers", "all")) as server:
-        result = campaign(server.url, tiny_llama, tmp_path, 24)
-    assert result["missed"] == []
+def test_a_small_sabotage_campaign(llama: Served, tiny_llama: Path) -> None:
+    """Each fault is caught by some detector, and clean data by none; the large one is benchmarks/sabotage.
+
+    So few values do not prove that they went through float16: tests/verify does.
+    """
+    result = campaign(llama.url, tiny_llama, llama.folder, 16)
+    assert set(result["missed"]) <= {"bf16 rounded to fp16 and back"}
     assert result["false_alarms"] == 0
     assert result["clean_samples_named"] == 0
