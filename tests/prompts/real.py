@@ -15,7 +15,10 @@ from hsdump.prompts import PromptOptions, Renderer
 FOLDER_VARIABLE = "HSDUMP_REAL_FOLDER"
 """Names a folder with `templates/`, `data/` and `cases.jsonl`: other people's work, so not in this repository."""
 
-_CONTROL = re.compile(r"<[|｜][^|｜<>{}\s]{1,40}[|｜]>|<(?:start|end)_of_turn>|\[/?INST\]|\[/?[A-Z_]{4,24}\]|</?s>")
+_CONTROL = re.compile(
+    r"<[|｜][^|｜<>{}\s]{1,40}[|｜]>|<(?:start|end)_of_turn>|</?s>"
+    r"|\[/?INST\]|\[/?[A-Z_]{4,24}\]|\]~!?b[\[\]]|\[e~\["
+)
 _BOS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[gMASK]")
 _CORPUS = (
     "Name a colour. Blue. The sea is blue. 1 + 1 = 2. user assistant system tool",

@@ -115,6 +115,32 @@ def is_channel(words: str) -> bool:
     return words in ("final", "analysisassistantfinal", "analysis", "assistantfinal")
 
 
+TAG = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+
+
+@needs_folder
+@pytest.mark.parametrize("path", [p for p in TEMPLATES if TAG.search(p.read_text("utf-8"))], ids=lambda path: path.stem)
+def test_sentinels_find_what_the_templates_own_tags_say(path: Path, scratch: Path) -> None:
+    """Without its tags (but with their whitespace control) the template has the other proof only."""
+    tagged = renderer_of(path, scratch)
+    text = TAG.sub(
+        lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", path.read_text(encoding="utf-8")
+    )
+    bare = renderer_for(scratch / f"{path.stem}-bare", text, control_tokens="allow")
+
+    @settings(max_examples=100, deadline=None)
+    @given(messages=conversations())
+    def prove(messages: list[Message]) -> None:
+        by_tags, by_sentinels = layout_of(tagged, messages), layout_of(bare, messages)
+        assert isinstance(by_tags, Layout)
+        assert isinstance(by_sentinels, Layout)
+        assert (by_tags.strategy, by_sentinels.strategy) == ("generation", "sentinel")
+        assert by_tags.text == by_sentinels.text
+        assert [(t.start, t.end) for t in by_tags.turns] == [(t.start, t.end) for t in by_sentinels.turns]
+
+    prove()
+
+
 @needs_folder
 def test_every_bug_case_behaves() -> None:
     assert [row for row in run_cases(FOLDER) if row[2] != "ok"] == []
