@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hsdump.engines.base import ServerLoad
-from hsdump.extract.pace import LIVE_HOLD_S, QUEUE_PATIENCE_S, Courtesy, TokenRate
+from hsdump.extract.pace import LIVE_HOLD_S, PROBE_EVERY_S, QUEUE_PATIENCE_S, Courtesy, TokenRate
 
 
 class Clock:
@@ -48,7 +48,7 @@ def test_alone_on_a_server_nothing_waits() -> None:
 def test_beside_others_one_at_a_time_and_a_quarter_of_the_time() -> None:
     clock = Clock()
     courtesy = Courtesy(0.25, clock)
-    courtesy.see(ServerLoad(running=2, waiting=0), ours=1)
+    courtesy.see(ServerLoad(running=2, waiting=0), ours=0)
     assert courtesy.others == 2
     assert courtesy.wait_s(in_flight=1) > 0
     courtesy.finished(0.5)
@@ -60,10 +60,10 @@ def test_beside_others_one_at_a_time_and_a_quarter_of_the_time() -> None:
 def test_others_that_wait_have_the_way_but_not_for_ever() -> None:
     clock = Clock()
     courtesy = Courtesy(0.5, clock)
-    courtesy.see(ServerLoad(running=0, waiting=3), ours=1)
+    courtesy.see(ServerLoad(running=0, waiting=3), ours=0)
     assert courtesy.wait_s(in_flight=0) == pytest.approx(QUEUE_PATIENCE_S)
     clock.now_s += QUEUE_PATIENCE_S
-    courtesy.see(ServerLoad(running=0, waiting=3), ours=1)
+    courtesy.see(ServerLoad(running=0, waiting=3), ours=0)
     assert courtesy.wait_s(in_flight=0) == 0
     assert courtesy.wait_s(in_flight=0) == pytest.approx(QUEUE_PATIENCE_S)
 
@@ -75,6 +75,23 @@ def test_when_the_others_are_gone_so_is_the_courtesy() -> None:
     clock.now_s += LIVE_HOLD_S + 0.1
     courtesy.see(ServerLoad(running=0, waiting=0), ours=0)
     assert courtesy.wait_s(in_flight=9) == 0
+
+
+def test_a_suspicion_is_looked_into_when_ours_are_through_and_not_again_soon() -> None:
+    """Older releases count finished requests of ours as running."""
+    clock = Clock()
+    courtesy = Courtesy(0.25, clock)
+    courtesy.see(ServerLoad(running=30, waiting=0), ours=16)
+    assert not courtesy.is_live
+    assert courtesy.wait_s(in_flight=16) > 0
+    assert courtesy.wait_s(in_flight=0) > 0
+    courtesy.see(ServerLoad(running=0, waiting=0), ours=0)
+    assert courtesy.wait_s(in_flight=0) == 0
+    courtesy.see(ServerLoad(running=30, waiting=0), ours=16)
+    assert courtesy.wait_s(in_flight=15) == 0
+    clock.now_s += PROBE_EVERY_S
+    courtesy.see(ServerLoad(running=30, waiting=0), ours=16)
+    assert courtesy.wait_s(in_flight=15) > 0
 
 
 def test_a_share_of_one_never_steps_back() -> None:

@@ -16,6 +16,10 @@ BURST_S = 1.0
 LIVE_HOLD_S = 3.0
 """Others count as present so long after they were last seen: short requests come and go between two looks."""
 
+PROBE_EVERY_S = 30.0
+"""SGLang before 0.5.23 counts finished requests of ours as running until it decodes again (52 were seen with 2 real ones).
+So a look counts only while none of ours is there, and a suspicion is looked into at most so often."""
+
 QUEUE_PATIENCE_S = 10.0
 """While others wait in the server's queue nothing is sent, but not for ever: one request each such time."""
 
@@ -55,8 +59,10 @@ class Courtesy:
         self._share, self._clock = share, clock
         self._live_until_s = self._queued_since_s = 0.0
         self._not_before_s = 0.0
+        self._probing = False
+        self._next_probe_s = 0.0
         self.others = 0
-        """Requests of others when the server was last asked."""
+        """Requests of others when the server was last asked while none of ours was there."""
 
     @property
     def is_live(self) -> bool:
@@ -65,15 +71,19 @@ class Courtesy:
     def see(self, load: ServerLoad, ours: int) -> None:
         """Take note of what the server said, `ours` being our own requests there."""
         now_s = self._clock()
-        # Ours never generate, so what runs is others'; of those that wait, ours are the first guess.
         queued = max(load.waiting - ours, 0)
-        self.others = load.running + queued
-        if self.others:
-            self._live_until_s = now_s + LIVE_HOLD_S
         if not queued:
             self._queued_since_s = 0.0
         elif not self._queued_since_s:
             self._queued_since_s = now_s
+        if ours == 0:
+            self.others = load.running + load.waiting
+            self._probing = False
+            self._next_probe_s = now_s + PROBE_EVERY_S
+            if self.others:
+                self._live_until_s = now_s + LIVE_HOLD_S
+        elif (load.running or queued) and not self.is_live and now_s >= self._next_probe_s:
+            self._probing = True  # until ours are through, so that the next look shows who else is there
 
     def finished(self, seconds: float) -> None:
         """Take note that a request of ours took so long."""
@@ -82,6 +92,8 @@ class Courtesy:
 
     def wait_s(self, in_flight: int) -> float:
         """Give the seconds until another request may be sent, 0 for now."""
+        if self._share < 1 and self._probing:
+            return LIVE_HOLD_S
         if not self.is_live:
             return 0.0
         now_s = self._clock()
