@@ -61,12 +61,14 @@ def run_on(folder: Path, faults: list[str], args: argparse.Namespace, *, spool: 
         proxy = stack.enter_context(FaultProxy(server.port))
         world = World(server=server, proxy=proxy, folder=folder)
         release = httpx.get(f"{server.url}/server_info").json()["version"]
-        for name in faults:
-            repeat(world, name, args, release)
+        # In rounds, so that a campaign that is cut short has done each about as often.
+        for number in range(1, args.times + 1):
+            for name in faults:
+                repeat(world, name, args, release, number)
 
 
-def repeat(world: World, name: str, args: argparse.Namespace, release: str) -> None:
-    """Do one fault until it was done often enough, and write down what came of it, each time."""
+def repeat(world: World, name: str, args: argparse.Namespace, release: str, number: int) -> None:
+    """Do one fault until it was done so often, and write down what came of it, each time."""
     fault: Any = {**QUICK, **SPOOL, **SLOW}[name]
     more = {"seconds": args.stall_seconds} if name == "stalled" else {}
     while True:
@@ -75,7 +77,7 @@ def repeat(world: World, name: str, args: argparse.Namespace, release: str) -> N
         whole["sglang"] = release
         new = {"times": 0, "passed": 0, "seconds": 0.0, "details": [], "failures": []}
         entry = whole.setdefault("faults", {}).setdefault(name, new)
-        if entry["times"] >= args.times:
+        if entry["times"] >= number:
             break
         started_s = time.monotonic()
         try:
