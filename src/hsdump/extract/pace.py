@@ -17,7 +17,7 @@ LIVE_HOLD_S = 3.0
 """Others count as present so long after they were last seen: short requests come and go between two looks."""
 
 PROBE_EVERY_S = 30.0
-"""SGLang before 0.5.23 counts finished requests of ours as running until it decodes again (52 were seen beside 2 others).
+"""SGLang before 0.5.23 counts finished requests of ours as running until it decodes again (52 beside 2 others).
 So a look counts only while none of ours is there, and a suspicion is looked into at most so often."""
 
 QUEUE_PATIENCE_S = 10.0
