@@ -26,6 +26,8 @@ from benchmarks.sabotage.sabotages import LAYERS, NAMES, OF_STATES, Taken, World
 from hsdump._version import __version__
 from hsdump.arrays import to_float32
 from hsdump.demo.tiny_model import make_tiny_model
+from hsdump.engines.base import CaptureRequest
+from hsdump.engines.sglang_http import SglangEngine
 from hsdump.extract.identity import model_digest
 from hsdump.extract.plan import LAYER_MEANING
 from hsdump.prompts import PromptOptions, Renderer, read_samples
@@ -42,7 +44,7 @@ DETECTORS = ("verify", "prove", "compare", "probe")
 SHORT = 200
 """Characters of a turn, so that many samples fit into a campaign."""
 
-PLANTED = 100
+PLANTED = 60
 """Samples among which a fault is planted; the clean ones are all looked at."""
 
 TOKEN_SABOTAGES = ("another chat template", "another tokenizer revision")
@@ -63,6 +65,9 @@ class Bench:
 
     probe_taken: list[Taken]
     probe_answers: dict[str, Answer]
+    tokens: dict[str, tuple[list[TokenSample], dict[str, Answer]]]
+    """Samples of wrong tokens, by sabotage, and what the server says of those."""
+
     world: World
     prover: Prover
     folder: Path
@@ -108,7 +113,7 @@ def prepare(url: str, model: Path, folder: Path, count: int) -> Bench:
     """Capture clean samples twice, with other company in the batches."""
     samples = text_samples(model, conversations(count + count // 4 + 10), folder)[:count]
     info, first = ask(url, samples)
-    _, second = ask(url, samples[::-1])
+    second = capture_again(url, samples[::-1])
     renderer = Renderer.load(str(model), PromptOptions())
     manifest = Manifest(
         engine="sglang",
@@ -137,7 +142,7 @@ def prepare(url: str, model: Path, folder: Path, count: int) -> Bench:
         model=model,
         info=info,
         manifest=manifest,
-        clean=taken(samples, second),
+        clean=second[::-1],
         answers=first,
         twin=folder / "twin",
         probe_taken=taken(sequences, probe_answers),
@@ -145,9 +150,45 @@ def prepare(url: str, model: Path, folder: Path, count: int) -> Bench:
         world=World(model, other),
         prover=Prover(manifest, str(model)),
         folder=folder,
+        tokens={name: ask_tokens(url, model, name, samples[:PLANTED]) for name in TOKEN_SABOTAGES},
     )
     write_store(bench.twin, manifest, taken(samples, first))
     return bench
+
+
+def capture_again(url: str, samples: Sequence[TokenSample]) -> list[Taken]:
+    """Capture without asking for log-probabilities, many requests at a time, as an extraction does."""
+
+    async def run() -> list[Taken]:
+        engine, slots = SglangEngine(url), asyncio.Semaphore(16)
+        info = engine.handshake()
+
+        async def one(sample: TokenSample) -> Taken:
+            async with slots:
+                got = await engine.capture(CaptureRequest(key=sample.key, input_ids=sample.input_ids, attempt=0))
+            states = {name: state.copy() for name, state in zip(info.shape.names, got.states, strict=True)}
+            got.release()
+            return Taken(sample, states)
+
+        try:
+            return list(await asyncio.gather(*map(one, samples)))
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def ask_tokens(
+    url: str, model: Path, name: str, samples: Sequence[TokenSample]
+) -> tuple[list[TokenSample], dict[str, Answer]]:
+    """Make samples of wrong tokens, and ask the server about them: their states are sound."""
+    renderer = Renderer.load(str(model), PromptOptions())
+    if name == "another chat template":
+        wrong = [_by_other_template(renderer, talk) for talk in conversations(len(samples))]
+    else:
+        wrong = [shifted_tokenizer(one, renderer.vocab_size) for one in samples]
+    wrong = list({one.key: one for one in wrong}.values())
+    return wrong, ask(url, wrong)[1]
 
 
 def write_store(path: Path, manifest: Manifest, samples: Sequence[Taken]) -> Path:
@@ -204,15 +245,9 @@ def _probe(bench: Bench, probed: Sequence[Taken]) -> dict[str, Any]:
     return {"caught": report.verdict != "agrees", "verdict": report.verdict, "words": report.words}
 
 
-def plant_tokens(bench: Bench, name: str, count: int) -> dict[str, dict[str, Any]]:
-    """Wrong tokens: their states are sound, so only the tokens can show it."""
-    if name == "another chat template":
-        renderer = Renderer.load(str(bench.model), PromptOptions())
-        samples = [_by_other_template(renderer, talk) for talk in conversations(count)]
-    else:
-        samples = [shifted_tokenizer(one.sample, bench.info.vocab_size) for one in bench.clean[:count]]
-    samples = list({one.key: one for one in samples}.values())
-    _, answers = ask(bench.url, samples)
+def judge_tokens(bench: Bench, name: str) -> dict[str, dict[str, Any]]:
+    """Only the tokens can show it."""
+    samples, answers = bench.tokens[name]
     path = write_store(bench.folder / "planted", bench.manifest, taken(samples, answers))
     report = verify_store(path)
     with Store(path) as store:
@@ -235,15 +270,16 @@ def _by_other_template(renderer: Renderer, talk: list[dict[str, str]]) -> TokenS
     return TokenSample.make("other-template", np.array(ids, np.int64), np.array(mask, np.uint8))
 
 
-def campaign(url: str, model: Path, folder: Path, count: int) -> dict[str, Any]:
-    """Run everything against a server that captures all layers of the tiny Llama."""
+def campaign(bench: Bench) -> dict[str, Any]:
+    """Let all detectors look at everything; the server is not needed any more."""
     started = time.monotonic()
-    bench = prepare(url, model, folder, count)
-    table = {name: plant_tokens(bench, name, min(count, PLANTED)) for name in TOKEN_SABOTAGES}
+    count = len(bench.clean)
+    table = {name: judge_tokens(bench, name) for name in TOKEN_SABOTAGES}
     clean = detect(bench, bench.clean, bench.probe_taken)
     for name, plant in OF_STATES.items():
         probed = None if name == "1 % of samples from another model" else plant(bench.world, bench.probe_taken)
         table[name] = detect(bench, plant(bench.world, bench.clean[:PLANTED]), probed)
+        print(name, {detector: found["caught"] for detector, found in table[name].items()}, flush=True)
     return {
         "command": f"python -m benchmarks.sabotage.campaign --samples {count}",
         "hsdump": __version__,
@@ -298,10 +334,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.server:
-            result = campaign(options.server, model, folder, options.samples)
+            bench = prepare(options.server, model, folder, options.samples)
         else:
             with SglangServer(model=model, log=folder / "server.log", serve_options=("--layers", "all")) as server:
-                result = campaign(server.url, model, folder, options.samples)
+                bench = prepare(server.url, model, folder, options.samples)
+        result = campaign(bench)
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(as_table(result))
     print(as_table(result))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.sabotage.campaign import campaign
+from benchmarks.sabotage.campaign import campaign, prepare
 
 from hsdump.cli.main import main
 from hsdump.store import Store, StoreWriter
@@ -148,7 +148,7 @@ def test_a_small_sabotage_campaign(llama: Served, tiny_llama: Path) -> None:
 
     So few values do not prove that they went through float16: tests/verify does.
     """
-    result = campaign(llama.url, tiny_llama, llama.folder, 16)
+    result = campaign(prepare(llama.url, tiny_llama, llama.folder, 16))
     assert set(result["missed"]) <= {"bf16 rounded to fp16 and back"}
     assert result["false_alarms"] == 0
     assert result["clean_samples_named"] == 0
