@@ -1,0 +1,126 @@
+"""Collectors over real HTTP on loopback, with engines whose behaviour the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hsdump.cli.watching import Watch, run_session
+from hsdump.engines.base import CaptureFailed, CaptureRequest, Engine
+from hsdump.engines.collector import CollectorEngine, HttpTransport
+from hsdump.errors import ServerError
+from hsdump.extract import collector as collector_module
+from hsdump.extract.collector import Collector
+from hsdump.extract.collector_http import serving
+from hsdump.extract.plan import ExtractOptions
+from hsdump.extract.state import RunState
+from hsdump.store import Store
+from tests.unit.test_driver import ScriptedEngine, rows_file
+
+TOKEN = "a-token-for-tests-0123456789"
+
+
+@asynccontextmanager
+async def collecting(out: Path) -> AsyncIterator[tuple[str, Collector]]:
+    """Serve one collector in this loop."""
+    collector = Collector("http://the-server", out)
+    with serving(collector, "127.0.0.1", 0, TOKEN) as port:
+        yield f"http://127.0.0.1:{port}", collector
+        await collector.close()
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedEngine]:
+    """Have collectors find scripted engines beside them."""
+    made: list[ScriptedEngine] = []
+
+    def make(url: str, **_: Any) -> ScriptedEngine:
+        made.append(ScriptedEngine(SCRIPT.get("script")))
+        return made[-1]
+
+    monkeypatch.setattr(collector_module, "SglangEngine", make)
+    SCRIPT.clear()
+    return made
+
+
+SCRIPT: dict[str, Any] = {}
+
+
+async def run(folder: Path, urls: list[str], count: int, **changes: Any) -> RunState:
+    engines: dict[str, Engine] = {url: CollectorEngine(HttpTransport(url, TOKEN)) for url in urls}
+    options = ExtractOptions(inputs=(rows_file(folder, count),), out=folder, disk_reserve=0, commit_s=0.1, **changes)
+    return await run_session(engines, options, Watch(quiet=True))
+
+
+def test_two_partitions_have_everything_once_and_a_second_run_finds_it(tmp_path: Path) -> None:
+    async def both() -> tuple[RunState, RunState]:
+        async with AsyncExitStack() as stack:
+            parts = [await stack.enter_async_context(collecting(tmp_path / name)) for name in ("one", "two")]
+            urls = [url for url, _ in parts]
+            return await run(tmp_path, urls, 60), await run(tmp_path, urls, 70)
+
+    first, second = asyncio.run(both())
+    assert (first.exit_code(), first.committed) == (0, 60)
+    assert (second.exit_code(), second.already, second.committed) == (0, 60, 10)
+    keys = Store(tmp_path / "one").keys() + Store(tmp_path / "two").keys()
+    assert len(keys) == len(set(keys)) == 70
+    assert min(len(Store(tmp_path / name)) for name in ("one", "two")) > 10
+
+
+def test_failures_come_back_with_the_servers_words(tmp_path: Path) -> None:
+    def refuse(request: CaptureRequest, before: int) -> None:
+        if request.input_ids[2] == 9:
+            raise CaptureFailed("rejected-by-server", "HTTP 400: no", transient=False)
+
+    SCRIPT["script"] = refuse
+
+    async def once() -> tuple[RunState, RunState]:
+        async with collecting(tmp_path / "one") as (url, _):
+            return await run(tmp_path, [url], 6), await run(tmp_path, [url], 6)
+
+    first, second = asyncio.run(once())
+    assert first.exit_code() == 3
+    assert first.failures[0].detail == "HTTP 400: no"
+    assert (second.already, second.earlier_failures) == (5, 1)
+
+
+def test_a_collector_that_is_gone_leaves_its_work_to_the_others(tmp_path: Path) -> None:
+    async def lose_one() -> RunState:
+        async with AsyncExitStack() as stack:
+            one, _ = await stack.enter_async_context(collecting(tmp_path / "one"))
+            gone = Collector("http://the-server", tmp_path / "two")
+            with ExitStack() as served:
+                port = served.enter_context(serving(gone, "127.0.0.1", 0, TOKEN))
+                running = asyncio.create_task(run(tmp_path, [one, f"http://127.0.0.1:{port}"], 80, max_rate=200.0))
+                while not list((tmp_path / "two").glob("shards/*")) and not running.done():
+                    await asyncio.sleep(0.01)
+                served.close()
+                await gone.close()
+            return await running
+
+    state = asyncio.run(lose_one())
+    assert state.exit_code() == 0
+    assert {lane.status for lane in state.lanes} == {"up", "away"}
+    assert len({*Store(tmp_path / "one").keys(), *Store(tmp_path / "two").keys()}) == 80
+
+
+def test_strangers_and_other_terms_are_refused(tmp_path: Path) -> None:
+    async def ask() -> None:
+        async with collecting(tmp_path / "one") as (url, _):
+            async with httpx.AsyncClient(base_url=url) as client:
+                assert (await client.post("/v1/ping")).status_code == 401
+                headers = {"Authorization": f"Bearer {TOKEN}"}
+                assert (await client.post("/v1/nonsense", headers=headers)).status_code == 409
+                answer = await client.post("/v1/put", headers=headers, content=b"\xff")
+                assert answer.status_code == 409
+            await run(tmp_path, [url], 2)
+            with pytest.raises(ServerError, match="max_tokens: the store has 100, this run has 50"):
+                await run(tmp_path, [url], 2, max_tokens=50)
+
+    asyncio.run(ask())
