@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hsdump.sglang import targets
-from hsdump.sglang.facts import conflict
+from hsdump.sglang.facts import conflict, decode_obstacle
 from hsdump.sglang.switch import AuxSwitch, CannotSwitch
 
 
@@ -102,6 +102,43 @@ def test_the_layers_that_were_asked_for_arrive_whatever_the_setter_does(
     assert not core.capture_aux_hidden_states
     switch.on()
     assert core.model.layers_to_capture == list(layers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "native", "layers"),
+    [
+        (Llama, (2, 4, 5), (3, 5, 6)),
+        (DeepSeek, (2, 3, 4), (2, 3, 4)),
+        (DeepSeek, (1, 3, 4), (2, 4, 5)),
+        (QwenMoe, (2, 4, 5), (3, 5, 6)),
+    ],
+)
+def test_ids_of_the_models_own_go_to_its_setter_unchanged(
+    kind: type[Llama], native: tuple[int, ...], layers: tuple[int, ...]
+) -> None:
+    switch = AuxSwitch(kind(), (), native)
+    assert (switch.layers, switch.engine_layers) == (layers, native)
+
+
+def test_the_models_own_ids_for_our_layers_are_announced() -> None:
+    assert AuxSwitch(Llama(), (3, 5, 6)).engine_layers == (2, 4, 5)
+    assert AuxSwitch(DeepSeek(), (2, 3, 4)).engine_layers == (2, 3, 4)
+    assert AuxSwitch(DeepSeek(), (1, 3, 4)).engine_layers == (), "its setter has no way to say that"
+    with pytest.raises(CannotSwitch, match=r"the model's own ids \[4, 2\] come to layers \[5, 3\]"):
+        AuxSwitch(Llama(), (), (4, 2))
+
+
+@pytest.mark.parametrize(
+    ("args", "device", "hidden"),
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"disable_cuda_graph": True}, "cuda", False),
+        ({"cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(backend="disabled"))}, "cuda", False),
+    ],
+)
+def test_decode_steps_that_a_graph_hides_name_the_flag(args: dict[str, object], device: str, hidden: bool) -> None:
+    assert ("--disable-cuda-graph" in decode_obstacle(SimpleNamespace(**args), device)) == hidden
 
 
 def test_a_model_whose_capture_is_in_use_is_left_alone() -> None:

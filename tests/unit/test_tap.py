@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hsdump.capture.batch import BatchStates, Segment, segments_of
+from hsdump.capture.batch import BatchStates, Segment, decode_segments, segments_of, split_late
 from hsdump.capture.tap import STALE_S, Tap
 from hsdump.schema import StateShape
 from hsdump.spool.names import Rid, SpoolPaths, new_run
@@ -153,3 +153,29 @@ def test_entries_of_vanished_requests_are_let_go(rig: Rig, monkeypatch: pytest.M
     assert [path.name for path in rig.spool.paths.partial.iterdir()] == [str(fresh)]
     rig.batch([(fresh, 2, 6)])
     rig.check(fresh)
+
+
+def test_rows_of_decode_steps_follow_those_of_the_prompt(rig: Rig) -> None:
+    rid = Rid(rig.reader.run, f"{77:032x}", 0, 6, 4)
+    assert Rid.parse(str(rid)) == rid
+    assert Rid.parse(f"{rid}9") is None, "a prompt longer than the whole"
+    rig.batch([(rid, 0, 4)])
+    for seq_len in (5, 6, 7):
+        segments = decode_segments(["someone", str(rid)], [90, seq_len])
+        # Overlapped scheduling runs one step more than was asked for; nobody wants its row.
+        assert segments == ([Segment(rid, 1, seq_len - 1, 1, decode=True)] if seq_len < 7 else [])
+        if segments:
+            columns = [torch.stack([state[0], state[seq_len - 1]]) for state in rig.states_of(rid)]
+            ids = torch.tensor([0, int(rid.key, 16) + seq_len - 1])
+            rig.tap.take(segments, BatchStates(ids, columns[:-1], columns[-1]))
+    entry = rig.reader.take(rid)
+    assert isinstance(entry, ReadyEntry)
+    for index, expected in enumerate(rig.states_of(rid)):
+        assert bytes(entry.state(index)) == expected.view(torch.uint8).numpy().tobytes()
+
+
+def test_generated_tokens_that_prefill_computes_again_are_not_decode_rows(rig: Rig) -> None:
+    rid, plain = Rid(rig.reader.run, f"{78:032x}", 0, 9, 4), rig.rid(3, 8)
+    prompt, again, other = Segment(rid, 0, 0, 4), Segment(rid, 0, 0, 6), Segment(plain, 6, 0, 8)
+    assert split_late([prompt, other]) == ([prompt, other], [])
+    assert split_late([again, other]) == ([other], [again])
