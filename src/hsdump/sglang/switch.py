@@ -85,15 +85,24 @@ class AuxSwitch:
         Returns:
             The ids that made it choose our layers; empty when none did, and the list alone says it.
         """
-        candidates = [tuple(layer - 1 for layer in self._layers), tuple(self._layers)]
-        for ids in candidates:
-            found = self._apply_setter(model, ids)
+        marked = None
+        for ids in (tuple(self._layers), tuple(layer - 1 for layer in self._layers)):
+            try:
+                found = self._apply_setter(model, ids)
+            except IndexError:  # it marks layer k + 1, and there is none after the last
+                found = []
             if found == self._layers:
                 return ids
-            if self._marked:
-                self._forget_marks()
-                raise CannotSwitch(f"asked for layers {self._layers}, the model's own setter marked {found}")
+            self._find_marks(model)
+            marked = found if self._marked else marked
+            self._forget_marks()
+        if marked is not None:  # the loop of such a model looks at the marks only, which nothing else sets
+            self._marked = []
+            raise CannotSwitch(f"asked for layers {self._layers}, the model's own setter marked {marked}")
         return ()
+
+    def _find_marks(self, model: Any) -> None:
+        self._marked = [module for module in model.modules() if vars(module).get(_MARK)]
 
     def _apply_setter(self, model: Any, ids: Sequence[int]) -> list[int]:
         """Call the model's own setter, and read back which layers it chose."""
@@ -101,7 +110,7 @@ class AuxSwitch:
         if setter is None:
             raise CannotSwitch(f"{type(model).__name__} has no set_eagle3_layers_to_capture")
         setter(list(ids))
-        self._marked = [module for module in model.modules() if vars(module).get(_MARK)]
+        self._find_marks(model)
         return list(self._list_owner.layers_to_capture)
 
 
