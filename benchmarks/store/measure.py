@@ -30,7 +30,7 @@ from hsdump.store.scrub import scrub
 
 HIDDEN, LAYERS = 7168, [2, 30, 58]
 TOKENS, SAMPLES = 1024, 12
-REPEATS, COMMIT_REPEATS = 7, 25
+REPEATS = 7
 
 Numbers = dict[str, object]
 
@@ -73,7 +73,7 @@ def ratios(store: Callable[[], object], limit: Callable[[], object], num_bytes: 
     }
 
 
-def commit_rate(folder: Path, *, checksums: bool = False) -> Numbers:
+def commit_rate(folder: Path, repeats: int, *, checksums: bool = False) -> Numbers:
     """Raw commit against write + fsync of the same bytes into one file; with checksums, of the same bytes hashed."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
@@ -107,7 +107,7 @@ def commit_rate(folder: Path, *, checksums: bool = False) -> Numbers:
         clean()
         return timed(act)
 
-    pairs = [(cleaned(by_store), cleaned(plainly)) for _ in range(COMMIT_REPEATS)]
+    pairs = [(cleaned(by_store), cleaned(plainly)) for _ in range(repeats)]
     clean()
     return {
         "bytes": num_bytes,
@@ -118,7 +118,7 @@ def commit_rate(folder: Path, *, checksums: bool = False) -> Numbers:
     }
 
 
-def pipeline(folder: Path, disk_bytes_per_s: float) -> Numbers:
+def pipeline(folder: Path, repeats: int, disk_bytes_per_s: float) -> Numbers:
     """A source that gives samples at its own pace: how much of that, or of the disk's, is committed.
 
     Each shard holds two samples; the source's rate is a multiple of what write + fsync reached in this run. The two
@@ -127,7 +127,7 @@ def pipeline(folder: Path, disk_bytes_per_s: float) -> Numbers:
     rng = np.random.default_rng(0)
     states = [rng.integers(0, 1 << 16, (TOKENS, HIDDEN), dtype=np.uint16) for _ in range(4)]
     size = sum(state.nbytes for state in states)
-    samples = [TokenSample.make(f"s{i}", rng.integers(0, 1000, TOKENS), np.ones(TOKENS, np.uint8)) for i in range(20)]
+    samples = [TokenSample.make(f"s{i}", rng.integers(0, 1000, TOKENS), np.ones(TOKENS, np.uint8)) for i in range(12)]
 
     def run(pace_s: float, *, second_thread: bool) -> float:
         shutil.rmtree(folder / "pipe", ignore_errors=True)
@@ -148,9 +148,10 @@ def pipeline(folder: Path, disk_bytes_per_s: float) -> Numbers:
     found: Numbers = {}
     for times in (1, 2):
         pace_s = size / disk_bytes_per_s / times
-        pairs = [(run(pace_s, second_thread=False), run(pace_s, second_thread=True)) for _ in range(REPEATS)]
+        pairs = [(run(pace_s, second_thread=False), run(pace_s, second_thread=True)) for _ in range(repeats)]
         alone, beside = (statistics.median(pair[which] for pair in pairs) for which in (0, 1))
         found[f"source_{times}x_disk"] = {
+            "sample_MB": round(size / 1e6, 1),
             "source_GB_per_s": round(times * disk_bytes_per_s / 1e9, 3),
             "commit_GB_per_s": round(len(samples) * size / alone / 1e9, 3),
             "begin_commit_GB_per_s": round(len(samples) * size / beside / 1e9, 3),
@@ -309,21 +310,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where to write: the disk that is measured")
     parser.add_argument("--states", type=Path, help="a store of a real model's states, for the codecs")
     parser.add_argument("--many", type=int, default=100_000, help="small samples; 0 leaves that part out")
+    parser.add_argument("--repeats", type=int, default=25, help="of each commit")
     parser.add_argument("--out", type=Path, help="where results go")
     options = parser.parse_args()
     results: Numbers = {"machine": {"cpus": os.cpu_count(), "python": platform.python_version()}}
-    results["commit"] = commit_rate(options.folder)
+    results["commit"] = commit_rate(options.folder, options.repeats)
     print(json.dumps(results["commit"]))
     memory = Path("/dev/shm")
     if os.access(memory, os.W_OK):
         # No disk to wait for: what checksums, header and index cost a core beside copying the bytes.
-        results["commit_without_disk"] = commit_rate(memory / "hsdump-measure")
-        results["commit_without_disk_with_checksums"] = commit_rate(memory / "hsdump-measure", checksums=True)
+        results["commit_without_disk"] = commit_rate(memory / "hsdump-measure", options.repeats)
+        hashed = commit_rate(memory / "hsdump-measure", options.repeats, checksums=True)
+        results["commit_without_disk_with_checksums"] = hashed
         (memory / "hsdump-measure").rmdir()
-        print(json.dumps(results["commit_without_disk_with_checksums"]))
         print(json.dumps(results["commit_without_disk"]))
     assert isinstance(results["commit"], dict)
-    results["pipeline"] = pipeline(options.folder, results["commit"]["limit_GB_per_s"] * 1e9)
+    disk = results["commit"]["limit_GB_per_s"] * 1e9
+    results["pipeline"] = pipeline(options.folder, max(3, options.repeats // 3), disk)
     print(json.dumps(results["pipeline"]))
     results["read"] = read_rate(options.folder)
     print(json.dumps(results["read"]))

@@ -37,15 +37,19 @@ def main(folder: Path) -> None:
     lines += _pipeline(data["pipeline"]) if "pipeline" in data else []
     lines += _codecs(data["codecs"]) if "codecs" in data else []
     lines += _many(data["many"]) if "many" in data else []
+    lines += ["", *(f"Note: {note}." for note in data.get("notes", []))]
     (folder / "store.md").write_text("\n".join(lines) + "\n")
 
 
 def _pipeline(pipeline: dict[str, dict[str, float]]) -> list[str]:
     lines = [
         "",
-        "Into memory, what is short of 1 is the price of the checksums: every byte is read once more. A disk hides it.",
+        "Into memory, what is short of 1 is the price of the checksums: every byte is read once more, which a disk that is",
+        "slower than xxh3-128 hides, as long as a core is free for it. Hashing between writes of cached blocks, or in a",
+        "thread beside the write, was tried and gained nothing.",
         "",
-        "A source with a pace of its own (20 samples of 59 MB, two a shard), committed in the thread that adds them",
+        f"A source with a pace of its own (12 samples of {pipeline['source_1x_disk']['sample_MB']} MB, two a shard),",
+        "against write + fsync measured just before; committed in the thread that adds them",
         "(`commit`), or in a second one while the next shard fills (`begin_commit`, what `hsdump extract` does):",
         "",
         "| source | `commit`, of write + fsync | `begin_commit`, of write + fsync | gain |",
