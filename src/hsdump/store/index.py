@@ -206,7 +206,10 @@ class Index:
 
     def keys(self) -> list[str]:
         """List the keys of committed samples, in order of their commit."""
-        return [row[0] for row in self._rows("SELECT key FROM samples ORDER BY position")]
+        query = "SELECT key FROM samples ORDER BY position"
+        # Row by row: of a million samples the rows alone would take 130 MB beside the keys.
+        with self._lock, _translated(None), closing(self._db.execute(query)) as cursor:
+            return [key for (key,) in cursor]
 
     def positions(self) -> list[int]:
         return [row[0] for row in self._rows("SELECT position FROM samples ORDER BY position")]
