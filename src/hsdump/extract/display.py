@@ -76,7 +76,9 @@ class Display:
         if state.disk_free is not None:
             table.add_row("disk", f"{decimal(state.disk_free)} free")
         total = None if state.to_do is None else max(state.finished + state.to_do, 1)
-        rows: list[RenderableType] = [ProgressBar(total=total, completed=state.finished, width=60), table]
+        bar = Table.grid()  # alone, a bar ends without a new line
+        bar.add_row(ProgressBar(total=total, completed=state.finished, width=60))
+        rows: list[RenderableType] = [bar, table]
         rows.append(_servers(state))
         if state.failed or state.skipped:
             rows.append(Text(_reasons(state), style="yellow"))
