@@ -197,6 +197,18 @@ def test_the_probe_names_what_each_state_is(oracle: tuple[Path, list[torch.Tenso
     assert probe(path, hidden, (2, 4), (2, 4), final=hidden[-2]).verdict == "contradicts"
 
 
+def test_a_layer_that_lacks_a_part_of_its_sum_is_not_settled_by_order(
+    oracle: tuple[Path, list[torch.Tensor], torch.Tensor],
+) -> None:
+    """A partial sum of one tensor-parallel rank lies between its neighbours, and is still not the layer."""
+    path, hidden, _ = oracle
+    partial = [*hidden]
+    partial[3] = hidden[2] + 0.6 * (hidden[3] - hidden[2])
+    report = probe(path, partial, (2, 3, 4), (2, 3, 4))
+    assert (report.verdict, report.states[1].found) == ("can't", None)
+    assert "not identified: layer3" in report.words[-1]
+
+
 def write(path: Path, samples: list[Made], **changes: object) -> Path:
     with StoreWriter.open(path, make_manifest(**changes)) as writer:
         for one in samples:
