@@ -1,6 +1,6 @@
 """Our drafter and the speculators library's: the same weights and batch give the same logits and loss.
 
-Runs where speculators 0.9 can be imported (its trainer needs an accelerator, these classes do not); the figures of such a
+Runs where speculators 0.9 can be imported (its trainer needs an accelerator, these classes do not); the figures of a
 run are in `benchmarks/results/parity-speculators.md`. HSDUMP_PARITY_OUT names a file that the errors are written to.
 """
 
@@ -23,7 +23,7 @@ from hsdump.draft.vocab import DraftVocab
 core = pytest.importorskip("speculators.models.eagle3.core", reason="speculators is not installed here")
 
 LOGIT_TOLERANCE = 1e-4
-"""Absolute, on logits of size 1 to 10: both compute in float32, but sum attention in another order, over up to 7 steps."""
+"""Absolute, on logits of size 1 to 10: both are float32, but sum attention in another order, over up to 7 steps."""
 
 SHAPES = [  # hidden, heads, kv heads, head width, vocabulary, draft vocabulary
     (64, 4, 2, 16, 200, 120),
@@ -81,7 +81,7 @@ def theirs(drafter: Drafter, head: torch.Tensor) -> Any:
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=config.rope,
     )
-    layer._attn_implementation = "eager"  # noqa: SLF001  # how the library is told; its flex attention needs a GPU
+    layer._attn_implementation = "eager"  # how the library is told; its flex attention needs a GPU
     settings = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=config.draft_vocab_size,
