@@ -33,6 +33,9 @@ _SCHEMA = pa.schema(
 _GROUP_TOKENS = 4 << 20
 """Tokens of a row group: 20 MiB of memory while writing, and what a reader holds at once."""
 
+_GROUP_ROWS = 16_384
+"""Short samples are held as objects of about 1 KiB until their group is written."""
+
 
 class SamplesWriter:
     """Appends samples to an open file; see `writing_samples`."""
@@ -47,7 +50,7 @@ class SamplesWriter:
         self._rows.append(sample)
         self._masks.append(mask)
         self._tokens += len(sample.input_ids)
-        if self._tokens >= _GROUP_TOKENS:
+        if self._tokens >= _GROUP_TOKENS or len(self._rows) >= _GROUP_ROWS:
             self.flush()
 
     def flush(self) -> None:
