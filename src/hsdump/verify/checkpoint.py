@@ -56,7 +56,7 @@ class Checkpoint:
         Raises:
             InputError: not a folder with both.
         """
-        self.folder = Path(folder)
+        self.folder = _local(folder)
         try:
             self.raw_config = msgspec.json.decode((self.folder / "config.json").read_bytes(), type=dict[str, Any])
         except (OSError, msgspec.MsgspecError) as error:
@@ -160,6 +160,19 @@ class Checkpoint:
             raise InputError(what, "use another checkpoint of this model")
         spread = np.repeat(np.repeat(scale, high, axis=0), wide, axis=1)
         return np.asarray(values * spread[:rows, :columns], np.float32)
+
+
+def _local(named: str | os.PathLike[str]) -> Path:
+    """Give the folder, or the local copy of a model that is named as on the hub; nothing is downloaded."""
+    folder = Path(named)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(named), local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or no name of a model
+        return folder
 
 
 def _header(path: Path) -> dict[str, Place]:

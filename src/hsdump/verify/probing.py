@@ -16,6 +16,9 @@ from hsdump.schema import EngineInfo
 from hsdump.verify.probe import Prober, ProbeReport, gather, probe_sequences
 from hsdump.verify.witness import Witness
 
+PROBE_TIMEOUT_S = 120.0
+"""For one request of 24 tokens, behind whatever the server is at."""
+
 _PASSING = ("spool_dir", "spool_max_bytes", "context_length", "notes")
 """Facts of a server that change nothing about its states."""
 
@@ -41,7 +44,7 @@ def probe_server(url: str, options: ProbeOptions) -> ProbeReport:
         ServerError: nobody answers, or nothing is captured there.
         UsageError: no torch here.
     """
-    witness = Witness.meet(url, spool=options.spool, api_key=options.api_key)
+    witness = Witness.meet(url, spool=options.spool, api_key=options.api_key, timeout_s=PROBE_TIMEOUT_S)
     if witness.info is None or witness.engine is None:
         raise ServerError(
             f"the server at {url} captures nothing: {witness.no_capture}", "start it with: hsdump serve -- ..."

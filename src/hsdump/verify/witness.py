@@ -68,15 +68,20 @@ class Witness:
     headers: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def meet(cls, url: str, *, spool: Path | None = None, api_key: str | None = None) -> Witness:
+    def meet(
+        cls, url: str, *, spool: Path | None = None, api_key: str | None = None, timeout_s: float = 600.0
+    ) -> Witness:
         """Shake hands, if the server has capture on; else ask only what it is.
+
+        Args:
+            timeout_s: for one request, the server's queue included.
 
         Raises:
             ServerError: nothing answers, or no SGLang.
         """
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         facts = server_facts(url, headers)
-        engine = SglangEngine(url, spool=spool, api_key=api_key)
+        engine = SglangEngine(url, spool=spool, api_key=api_key, request_timeout_s=timeout_s)
         try:
             return cls(url=url, facts=facts, info=engine.handshake(), engine=engine, headers=headers)
         except (ServerError, SpoolError) as error:
