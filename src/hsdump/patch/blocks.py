@@ -19,7 +19,7 @@ if _hsdump_os.environ.get({switch!r}):
     try:
         import sys as _hsdump_sys
 
-        _hsdump_sys.path.append({code!r})
+        _hsdump_sys.path.insert(0, {code!r})
         from hsdump.sglang import patched as _hsdump
 
         _hsdump.{function}({name})

@@ -59,7 +59,7 @@ def diagnose(site: Site) -> Diagnosis:
     patched = open_journal(site) is not None
     reason = "" if patched else _why_not(site)
     fits = "plugin" if api else "patch" if patched or not reason else "none"
-    names = [name for name, there in (("plugin", installed), ("patch", patched)) if there]
+    names = [name for name, there in (("plugin", installed and api), ("patch", patched)) if there]
     return Diagnosis(
         package=str(site.package),
         python=site.python,
