@@ -66,23 +66,18 @@ def _show(report: CompareReport) -> RenderableType:
 
 def _states(report: CompareReport) -> Table:
     table = Table(title="relative error of rows", title_justify="left")
-    columns = (
-        "state",
-        "rows",
-        "all",
-        "median",
-        "p99",
-        "worst",
-        "cosine",
-        "rows off",
-        "closest in B",
-    )
-    for name in columns:
+    for name in ("state", "rows", "median", "p99", "worst", "cosine", "off", "closest in B"):
         table.add_column(name, justify="left" if name in ("state", "closest in B") else "right")
     for diff in report.states:
-        numbers = [f"{value:.2g}" for value in (diff.error, diff.median, diff.p99, diff.worst)]
-        closest = f"{diff.best_match} ({diff.best_match_error:.2g})"
-        table.add_row(diff.state, str(diff.rows), *numbers, f"{diff.cosine:.5f}", str(diff.off_rows), closest)
+        numbers = (
+            f"{diff.median:.2g}",
+            f"{diff.p99:.2g}",
+            f"{diff.worst:.2g}",
+            f"{diff.cosine:.4f}",
+            str(diff.off_rows),
+        )
+        closest = "" if diff.best_match == diff.state else f"{diff.best_match} ({diff.best_match_error:.2g})"
+        table.add_row(diff.state, str(diff.rows), *numbers, closest)
     return table
 
 
