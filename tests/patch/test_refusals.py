@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -73,6 +74,15 @@ def test_a_second_patch(site: Site) -> None:
 def test_a_read_only_file(site: Site) -> None:
     (site.root / LOGITS_FILE).chmod(0o440)
     refused(site, r"is not writable \(mode 0440.*\n  fix: .*chmod u\+w")
+
+
+def test_a_read_only_file_system(site: Site) -> None:
+    class ReadOnly(Disk):
+        def make_folder(self, path: Path) -> None:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    with unchanged(site.root), pytest.raises(PatchError, match=r"cannot be written .*Read-only file system"):
+        apply(site, APPLY, ReadOnly())
 
 
 def test_a_short_disk(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,9 +154,10 @@ def locked(site: Site, disk: Disk) -> Iterator[None]:
     try:
         disk.make_folder(site.state)
         yield
-    except PermissionError as error:
+    except OSError as error:
         raise PatchError(
-            f"{site.root} cannot be written ({error})", f"run this as the user who owns {site.root}"
+            f"{site.root} cannot be written ({error})",
+            f"run this as the user who owns {site.root}; an image's read-only layer has to be copied first",
         ) from error
     finally:
         with contextlib.suppress(OSError):
