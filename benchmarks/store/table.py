@@ -44,9 +44,9 @@ def main(folder: Path) -> None:
 def _pipeline(pipeline: dict[str, dict[str, float]]) -> list[str]:
     lines = [
         "",
-        "Into memory, what is short of 1 is the price of the checksums: every byte is read once more, which a disk that is",
-        "slower than xxh3-128 hides, as long as a core is free for it. Hashing between writes of cached blocks, or in a",
-        "thread beside the write, was tried and gained nothing.",
+        "Into memory, what is short of 1 is the price of the checksums: every byte is read once more, which a disk",
+        "hides that is slower than xxh3-128, as long as a core is free for it. Hashing between writes of cached",
+        "blocks, or in a thread beside the write, was tried and gained nothing.",
         "",
         f"A source with a pace of its own (12 samples of {pipeline['source_1x_disk']['sample_MB']} MB, two a shard),",
         "against write + fsync measured just before; committed in the thread that adds them",
