@@ -207,7 +207,8 @@ def untrained(drafter: Drafter, target: Target, seed: int = 0) -> Drafter:
     """Give the drafter that training began with: same shape and mapping, nothing learned."""
     fresh = Drafter(drafter.config, drafter.vocab)
     init_drafter(fresh, target.head_rows(drafter.vocab.target_ids), target.embeddings(), seed)
-    return fresh.eval()
+    fresh.eval()
+    return fresh
 
 
 class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):

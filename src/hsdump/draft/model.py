@@ -176,6 +176,8 @@ def _rotate(x_NTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 def init_drafter(drafter: Drafter, head_KH: Any, embeddings_VH: Any, seed: int) -> None:
     """Begin from scratch: the target's embeddings, the target's head of the draft vocabulary, small random layers.
 
+    The highest auxiliary state goes through `fc` as it is: what the head reads then has a state's size from the start.
+
     Args:
         head_KH: float32 rows of the target's head, or None.
         embeddings_VH: float32 [V, H]
@@ -185,5 +187,7 @@ def init_drafter(drafter: Drafter, head_KH: Any, embeddings_VH: Any, seed: int) 
         for name, weight in drafter.named_parameters():
             if weight.ndim == 2 and name not in {"embed_tokens.weight", "lm_head.weight"}:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
+        hidden = drafter.config.hidden_size
+        drafter.fc.weight[:, -hidden:] += torch.eye(hidden)
         drafter.embed_tokens.weight.copy_(torch.from_numpy(np.ascontiguousarray(embeddings_VH)))
         drafter.lm_head.weight.copy_(torch.from_numpy(np.ascontiguousarray(head_KH)))

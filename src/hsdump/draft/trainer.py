@@ -153,8 +153,8 @@ class Trainer:
             for packed in loader:
                 batch = align(packed, self.drafter.config.layers, self.ranks.device)
                 self._waited_s += time.monotonic() - waited_from_s
+                state.batch += 1  # before it is learned from: a checkpoint is written behind the step that does
                 yield batch
-                state.batch += 1
                 waited_from_s = time.monotonic()
             state.epoch, state.batch = state.epoch + 1, 0
             self._sampler.set_epoch(state.epoch)
