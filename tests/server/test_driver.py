@@ -69,6 +69,8 @@ def test_two_servers_share_the_work_and_one_may_die_and_come_back(world: World, 
         wait_for_shard(out, process)
         metrics = httpx.get("http://127.0.0.1:29471/metrics").text
         assert f'hsdump_server_up{{server="{second.url}"}} 1.0' in metrics
+        while not (out / "run.json").exists() and process.poll() is None:
+            time.sleep(0.05)  # written every second
         status = store_status(out)
         assert status.running
         assert status.run is not None

@@ -173,7 +173,10 @@ class Keeper:
         keys = self._writer.commit()
         self._collect()
         self._count(keys)
-        self._write_notes()
+        # The run is over: what is neither committed nor failed went back to the input, however it was interrupted.
+        self._notes.clear()
+        with self._writer.index.transaction():
+            self._writer.index.clear_requests()
 
     def _begin_commit(self) -> None:
         """Have the store's second thread make durable what was captured, while the next shard fills."""
