@@ -31,6 +31,7 @@ VERBS = (
     "train",
     "eval",
     "export",
+    "bench",
     "store",
 )
 """Modules of `hsdump.cli`, in the order of the job. Each has `add_to(app)`."""
