@@ -38,7 +38,7 @@ def prepare(
     out: Path = typer.Option(..., "--out", help="Parquet file to write."),
     model: str | None = typer.Option(None, "--model", help="The target's folder: its tokenizer and chat template."),
     max_tokens: int = typer.Option(32_768, min=1, help="Longest sample."),
-    too_long: str = typer.Option("skip", help="What is above --max-tokens: skip it, split turns off its end, or cut it."),
+    too_long: str = typer.Option("skip", help="Above --max-tokens: skip, split (turns off its end) or cut."),
     turns: str = typer.Option("all", help="Assistant turns to learn: all or last."),
     thinking: str = typer.Option("keep", help="The assistant's thinking: keep, require, template, drop or refuse."),
     control_tokens: str = typer.Option("skip", help="Rows whose text spells a control token: skip or allow."),
