@@ -1,6 +1,6 @@
 """`hsdump bench`: what a drafter is worth in a running server, from the server's own counters.
 
-Acceptance comes from what the server counts (SGLang: `meta_info` of each answer; vLLM: `/metrics`), speed from the clock,
+Acceptance comes from what the server counts (SGLang: `meta_info` of answers; vLLM: `/metrics`), speed from the clock,
 with and without the drafter, side by side.
 """
 

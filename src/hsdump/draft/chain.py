@@ -165,7 +165,8 @@ def walk(target: TargetRunner, drafter: Drafter, walked: Walk, how: Decoding) ->
             walked.output += kept if stop is not None else [*kept, token]
             if stop is not None:
                 break
-            cache.crop(cache.get_seq_length() - (draft_tokens - taken))
+            if taken < draft_tokens:
+                cache.crop(taken - draft_tokens)  # forget what was not taken
             read, states = [*kept, token], aux[: taken + 1]
     walked.output = walked.output[:new_tokens]
     return walked
