@@ -340,3 +340,63 @@ def test_what_the_command_line_refuses(
     monkeypatch.delenv("HSDUMP_COLLECT_TOKEN", raising=False)
     assert main(arguments) == 64
     assert message in capsys.readouterr().err
+
+
+def test_a_plan_asks_a_server_and_measures_its_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = []
+
+    def make(url: str, **_: Any) -> ScriptedEngine:
+        engines.append(ScriptedEngine())
+        return engines[-1]
+
+    monkeypatch.setattr("hsdump.cli.plan.SglangEngine", make)
+    monkeypatch.setattr("hsdump.cli.plan.Renderer.load", lambda *_: None)
+    rows = rows_file(tmp_path, 50)
+    assert main(["plan", str(rows), "--server", "http://h:1", "--out", str(tmp_path / "s"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["samples"], found["bytes_per_token"]) == (50, SHAPE.bytes_per_token)
+    assert found["tokens_per_s"] > 0
+    assert found["seconds"] == pytest.approx(150 / found["tokens_per_s"])
+    assert sum(engine.sent.total() for engine in engines) == 32
+
+
+def test_what_a_run_says_of_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, {"a": ScriptedEngine()}, count=7).exit_code() == 0
+    assert main(["status", str(tmp_path / "store"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["states"]["committed"] == 7
+    assert found["run"]["servers"][0]["name"] == "a"
+    assert not found["running"]
+    assert main(["status", str(tmp_path / "store")]) == 0
+    assert "none is going on" in capsys.readouterr().out
+    assert main(["status", str(tmp_path / "nowhere")]) == 74
+
+
+def test_numbers_for_prometheus_end_with_the_run() -> None:
+    import socket
+    import urllib.request
+
+    from hsdump.extract.prometheus import serve_metrics
+
+    state = RunState()
+    state.failed["server-error"] = 2
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    end = serve_metrics(state, port)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            assert b'hsdump_samples_failed_total{reason="server-error"} 2.0' in answer.read()
+        with pytest.raises(UsageError, match=f"--metrics-port {port} cannot be used"):
+            serve_metrics(state, port)
+    finally:
+        end()
+
+
+def test_a_log_that_cannot_be_written_is_said_before_anything_starts(tmp_path: Path) -> None:
+    from hsdump.extract.events import JsonLog
+
+    with pytest.raises(UsageError, match="--json-log"):
+        JsonLog(tmp_path)
