@@ -69,15 +69,9 @@ def _states(report: CompareReport) -> Table:
     for name in ("state", "rows", "median", "p99", "worst", "cosine", "off", "closest in B"):
         table.add_column(name, justify="left" if name in ("state", "closest in B") else "right")
     for diff in report.states:
-        numbers = (
-            f"{diff.median:.2g}",
-            f"{diff.p99:.2g}",
-            f"{diff.worst:.2g}",
-            f"{diff.cosine:.4f}",
-            str(diff.off_rows),
-        )
+        errors = (f"{value:.2g}" for value in (diff.median, diff.p99, diff.worst))
         closest = "" if diff.best_match == diff.state else f"{diff.best_match} ({diff.best_match_error:.2g})"
-        table.add_row(diff.state, str(diff.rows), *numbers, closest)
+        table.add_row(diff.state, str(diff.rows), *errors, f"{diff.cosine:.4f}", str(diff.off_rows), closest)
     return table
 
 
