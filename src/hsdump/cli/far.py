@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 
 import typer
@@ -52,12 +54,14 @@ def run_on_ray(address: str, endpoints: list[Endpoint], options: ExtractOptions,
         UsageError: see `start_on_ray`.
     """
     check_output(options.out)
-    run = start_on_ray(address, endpoints, options.out)
-    try:
-        engines: dict[str, Engine] = dict(run.engines)
-        state = asyncio.run(run_session(engines, _often(options), watch))
-    finally:
-        stop_ray()
+    # Ray writes its own news, such as the death of an actor, to standard output, where a script reads the report.
+    with redirect_stdout(sys.stderr):
+        run = start_on_ray(address, endpoints, options.out)
+        try:
+            engines: dict[str, Engine] = dict(run.engines)
+            state = asyncio.run(run_session(engines, _often(options), watch))
+        finally:
+            stop_ray()
     parts = list(run.partitions.values())
     state.partitions = [str(part) for part in parts]
     if all((part / "manifest.json").is_file() for part in parts):
