@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hsdump._version import __version__
+from hsdump.demo import run, train_target
 from hsdump.demo.run import MARKER, PROMPTS, Demo, Places, main
 from hsdump.errors import UsageError
 from hsdump.store import Store
@@ -89,31 +90,65 @@ def test_starting_afresh_leaves_files_of_others(tmp_path: Path) -> None:
     assert sorted(path.name for path in places.out.iterdir()) == [MARKER, "notes.txt"]
 
 
-def test_the_whole_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its steps with less of everything; what `make demo` reaches is in docs/performance.md."""
+    monkeypatch.setattr(run, "LEARN", 32)
+    monkeypatch.setattr(run, "TEST", 3)
+    monkeypatch.setattr(run, "NEW_TOKENS", 32)
+    small = ("--tokens", "512", "--ttt-steps", "2", "--max-steps", "12", "--warmup", "2", "--held-out", "0.2")
+    monkeypatch.setattr(run, "TRAINING", small)
     out = tmp_path / "out"
     assert main(["--out", str(out)]) == 0
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["samples"] == len(PROMPTS.read_text(encoding="utf-8").splitlines())
     assert summary["verdict"] == "clean"
+    assert summary["lossless"] is True
+    assert 1.0 <= summary["acceptance_length"] <= 4.0
+    assert 1.0 <= summary["acceptance_length_untrained"] < 1.2
     assert summary["hsdump_version"] == __version__
-    assert set(summary["seconds"]) == {"model", "prepare", "extract", "verify", "total"}
+    assert set(summary["seconds"]) == {"answers", "extract", "verify", "vocab", "train", "export", "eval", "total"}
     with Store(out / "store", check=True) as store:
+        assert summary["samples"] == len(store) <= 32
         assert store.manifest.layers == summary["layers"]
         assert sum(sample.num_tokens for sample in store) == summary["tokens"]
         assert sum(int(sample.loss_mask.sum()) for sample in store) == summary["loss_tokens"]
         assert summary["tokens"] * store.manifest.shape.bytes_per_token == summary["bytes"]
+    for engine in ("sglang", "vllm"):
+        assert (out / f"drafter-{engine}/model.safetensors").exists()
     shown = capfd.readouterr().out
-    for said in ("hsdump prepare", "hsdump extract", "hsdump verify", "What happened", "With a real server"):
+    for said in (
+        "hsdump extract",
+        "hsdump train",
+        "hsdump export",
+        "acceptance length",
+        "lossless",
+        "With a real server",
+    ):
         assert said in shown
+
+
+def test_the_target_is_small_and_made_by_its_script() -> None:
+    assert sum(path.stat().st_size for path in run.TARGET.glob("*.safetensors")) <= 8_000_000
+    config = json.loads((run.TARGET / "config.json").read_text())
+    assert config["num_hidden_layers"] >= 8
+    log = (run.TARGET / "training.log").read_text()
+    assert "held-out loss" in log
+    assert (run.TARGET / "chat_template.jinja").read_text() == train_target.CHAT_TEMPLATE
+
+
+def test_questions_to_test_with_come_from_files_that_nobody_learned_from() -> None:
+    learned, unseen = (train_target.library_files(held_out=side) for side in (False, True))
+    assert {path.name for path in unseen} == train_target.HELD_OUT
+    assert not set(learned) & set(unseen)
+    assert all(one.head and one.rest for one in train_target.exchanges(unseen[:2], seed=0))
 
 
 def test_a_step_that_fails_ends_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Demo, "_make_model", lambda _self: None)
-    monkeypatch.setattr(Demo, "_hsdump", lambda _self, verb, *_words: 65 if verb == "prepare" else pytest.fail(verb))
+    monkeypatch.setattr(Demo, "_ask", lambda _self: None)
+    monkeypatch.setattr(Demo, "_hsdump", lambda _self, verb, *_words: 65 if verb == "extract" else pytest.fail(verb))
     assert main(["--out", str(tmp_path / "out")]) == 65
-    assert "the demo ends here: hsdump prepare gave exit code 65" in capsys.readouterr().out
+    assert "the demo ends here: hsdump extract gave exit code 65" in capsys.readouterr().out
 
 
 def test_stopping_at_the_keyboard(
@@ -122,6 +157,6 @@ def test_stopping_at_the_keyboard(
     def stop(_self: Demo) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Demo, "_make_model", stop)
+    monkeypatch.setattr(Demo, "_ask", stop)
     assert main(["--out", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err == "hsdump demo: stopped\n"
