@@ -12,11 +12,11 @@ from pathlib import Path
 
 def main(folder: Path) -> None:
     data = json.loads((folder / "store.json").read_text())
-    machine = f"{data['machine']['cpus']} cores, Python {data['machine']['python']}"
+    host = f"{data['machine']['cpus']} cores, Python {data['machine']['python']}"
     lines = [
         "# The store, against what the machine can do",
         "",
-        f"`python benchmarks/store/measure.py`, {machine}.",
+        f"`python benchmarks/store/measure.py`, {host}.",
         "Each pair was measured alternately, many times; the ratio is the median of the ratios. The machine's disk and",
         "cores were shared with other work, so the spread is wide, and the ratio is what counts.",
         "",
@@ -37,6 +37,9 @@ def main(folder: Path) -> None:
     lines += _pipeline(data["pipeline"]) if "pipeline" in data else []
     lines += _codecs(data["codecs"]) if "codecs" in data else []
     lines += _many(data["many"]) if "many" in data else []
+    if machine := data.get("state_machine"):
+        lines += ["", f"State machine, by hand: {machine['cases']} cases, {machine['divergences']} divergences, at"]
+        lines += [f"{machine['revision']} (`{machine['command']}`)."]
     lines += ["", *(f"Note: {note}." for note in data.get("notes", []))]
     (folder / "store.md").write_text("\n".join(lines) + "\n")
 
