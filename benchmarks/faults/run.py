@@ -116,6 +116,10 @@ def write_table(whole: dict[str, Any], path: Path) -> None:
         f"| {name}{note(name)} | {e['times']} | {e['passed']} | {e['seconds']:.0f} |"
         for name, e in whole["faults"].items()
     ]
+    rest = {name: 20 - whole["faults"].get(name, {}).get("times", 0) for name in (*QUICK, *SPOOL, *SLOW)}
+    todo = ", ".join(f"{name} {count}" for name, count in rest.items() if count > 0)
+    if todo:
+        lines += ["", f"Left to do until each was done 20 times: {todo}."]
     path.write_text("\n".join(lines) + "\n")
 
 
