@@ -5,8 +5,8 @@
     python -m benchmarks.train.speed OUT.json --speculators          also prepares that library's run on the same store
 
 Makes a store of random states (training does not care) and a checkpoint with head and embeddings only, in a folder
-beside OUT. Each step's figures are in `progress.csv`; the first tenth of the steps, in which kernels are compiled, is left
-out of the means.
+beside OUT. Each step's figures are in `progress.csv`; the first tenth of the steps, in which kernels are compiled, is
+left out of the means.
 """
 
 from __future__ import annotations
