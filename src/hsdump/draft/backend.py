@@ -74,7 +74,7 @@ def prepare_speculators(sources: Sources, options: TrainOptions) -> Prepared:
         config=str(config),
         samples=len(rows),
         longer=longer,
-        command=f"torchrun --standalone --nproc-per-node gpu -m speculators.train {config}",
+        command=f"torchrun --standalone --nproc-per-node gpu -m speculators.train --config {config}",
     )
 
 
