@@ -230,7 +230,7 @@ What happened, in {summary["seconds"]["total"]:.0f} s
   `hsdump verify` read all of it back and finds it {summary["verdict"]}.
   An EAGLE-3 drafter was trained on these, and exported for SGLang and vLLM.
 
-How good it is, on {summary["prompts_decoded"]} questions from files that nobody learned from, 3 draft tokens, greedy
+How good it is, on {summary["prompts_decoded"]} questions that the drafter has not learned from, 3 draft tokens, greedy
   acceptance length {summary["acceptance_length"]:.2f} tokens a forward of the target (1: no drafter, 4: the most)
   {summary["acceptance_length_untrained"]:.2f} with an untrained drafter of the same shape
   {_lossless(summary)}

@@ -62,7 +62,7 @@ HELD_OUT: Final = frozenset(
         "zipfile.py",
     )
 )
-"""Files that the target never saw; the demo's prompts come from them."""
+"""Files that the target never saw, to measure its loss on and, with `questions --unseen`, a drafter."""
 
 LONGEST_BLOCK: Final = 48
 SHORTEST_BLOCK: Final = 6
