@@ -91,7 +91,7 @@ def test_starting_afresh_leaves_files_of_others(tmp_path: Path) -> None:
 
 
 def test_the_whole_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of its steps with less of everything; what `make demo` reaches is in docs/performance.md."""
+    """All of its steps with less of everything; what a drafter reaches is in docs/drafter.md."""
     monkeypatch.setattr(run, "LEARN", 32)
     monkeypatch.setattr(run, "TEST", 3)
     monkeypatch.setattr(run, "NEW_TOKENS", 32)

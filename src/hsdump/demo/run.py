@@ -33,8 +33,8 @@ PROMPTS = Path(__file__).with_name("prompts.jsonl")
 """Conversations in many languages; a small drafter cannot learn from these, but `prepare --show` is worth a look."""
 
 TRAINING: Final = (
-    *("--ttt-steps", "3", "--tokens", "512", "--epochs", "30", "--max-steps", "600", "--clip", "1"),
-    *("--lr", "4e-3", "--warmup", "20", "--validate-every", "150", "--save-every", "150", "--held-out", "0.08"),
+    *("--ttt-steps", "3", "--tokens", "512", "--epochs", "30", "--max-steps", "900", "--clip", "1"),
+    *("--lr", "4e-3", "--warmup", "20", "--validate-every", "300", "--save-every", "300", "--held-out", "0.08"),
 )
 MARKER = "made-by-hsdump-demo.txt"
 VERDICTS = {0: "clean", 1: "suspicious", 2: "corrupt"}
