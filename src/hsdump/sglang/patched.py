@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hsdump.sglang.hooks import ServerCapture, claim
-from hsdump.spool.names import ENV_DUMP_DIR
+from hsdump.spool.names import ENV_DUMP_DIR, PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ def attach_runner(kind: Any) -> None:
             # Without it the auxiliary states would reach SGLang's own code, which then waits for nobody's request.
             capture.give_up("only a part of the patch is in place; see `hsdump patch status`")
             return result
+        _keep_out_of_the_cache()
         return capture.after_load_model(result, self)
 
     @functools.wraps(model_forward)
@@ -89,6 +90,32 @@ def attach_runner(kind: Any) -> None:
 
     kind.load_model, kind.forward = load, forward
     _state.names.append(kind.__name__)
+
+
+def _keep_out_of_the_cache() -> None:
+    """Give each request of hsdump the cache namespace that it asked for.
+
+    Up to 0.5.9 the scheduler drops `extra_key` on its way to the request; then tokens of somebody's earlier prompt
+    would not be computed again, and their rows would not exist. Called while the model loads: no request exists before.
+    """
+    try:
+        from sglang.srt.managers.schedule_batch import Req
+    except ImportError:
+        logger.exception("hsdump cannot keep its requests out of the prefix cache; rows from there are refused")
+        return
+    if getattr(Req.__init__, "hsdump", False):
+        return
+    original = Req.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        rid = getattr(self, "rid", None)
+        if isinstance(rid, str) and rid.startswith(PREFIX) and rid not in (getattr(self, "extra_key", None) or ""):
+            self.extra_key = rid
+
+    init.hsdump = True  # type: ignore[attr-defined]  # a model and its draft are loaded in one process
+    Req.__init__ = init
 
 
 def attach_batch(kind: Any) -> None:
@@ -124,6 +151,7 @@ def attach_model(kind: Any) -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        _keep_out_of_the_cache()
         loop.after_init(self)
 
     kind.__init__ = init
