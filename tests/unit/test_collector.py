@@ -97,7 +97,7 @@ def test_a_collector_that_is_gone_leaves_its_work_to_the_others(tmp_path: Path) 
             gone = Collector("http://the-server", tmp_path / "two")
             with ExitStack() as served:
                 port = served.enter_context(serving(gone, "127.0.0.1", 0, TOKEN))
-                running = asyncio.create_task(run(tmp_path, [one, f"http://127.0.0.1:{port}"], 80, max_rate=200.0))
+                running = asyncio.create_task(run(tmp_path, [one, f"http://127.0.0.1:{port}"], 80, max_rate=60.0))
                 while not list((tmp_path / "two").glob("shards/*")) and not running.done():
                     await asyncio.sleep(0.01)
                 served.close()

@@ -49,12 +49,16 @@ def serving(collector: Collector, host: str, port: int, token: str) -> Iterator[
     if len(token) < 16:
         raise UsageError("the token is shorter than 16 characters", "make one: openssl rand -hex 16")
     loop, expected = asyncio.get_running_loop(), f"Bearer {token}".encode()
+    ended = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = 600
 
         def do_POST(self) -> None:
+            if ended.is_set():  # a connection that was kept open; who reads nothing tries again elsewhere
+                self.close_connection = True
+                return
             if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), expected):
                 self._answer(401, b"wrong token: set HSDUMP_COLLECT_TOKEN on both sides")
                 return
@@ -93,6 +97,7 @@ def serving(collector: Collector, host: str, port: int, token: str) -> Iterator[
     try:
         yield int(server.server_address[1])
     finally:
+        ended.set()
         server.shutdown()
         server.server_close()
         thread.join()

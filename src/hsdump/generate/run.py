@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +59,7 @@ def generate(options: GenerateOptions, place: Place, *, quiet: bool, say: Callab
         lines += [f"  {found[0]['source']}: {found[0]['detail']}" for found in state.examples.values()]
         raise InputError("\n".join(lines), "see the reasons above; rows are named by file and line")
     report = options.out.with_name(options.out.name + ".report.json")
+    state.ended_s = time.monotonic()
     report.write_bytes(msgspec.json.format(msgspec.json.encode(state.report()), indent=2))
     return state
 

@@ -67,9 +67,13 @@ class GenerateState:
     samples: Counter[str] = field(default_factory=Counter)
     """What the samples file holds: `samples`, `tokens`, `loss_tokens`, `duplicate`, `cut-dropped`."""
 
+    ended_s: float | None = None
+    """When the run's report was written: what is printed then says the same."""
+
     @property
     def seconds(self) -> float:
-        return max(time.monotonic() - self.started_s, 1e-9)
+        now_s = time.monotonic() if self.ended_s is None else self.ended_s
+        return max(now_s - self.started_s, 1e-9)
 
     @property
     def closed(self) -> int:
