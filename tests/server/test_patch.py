@@ -65,13 +65,26 @@ def test_a_run_captures_as_transformers_computes_and_leaves_the_release_as_it_wa
         assert [a.output_ids for a in answers] == [a.output_ids for a in patched_answers]
 
 
-def test_the_tap_in_a_models_own_loop_captures_the_same(tiny_llama: Path, tmp_path: Path) -> None:
+def _let_mla_run_on_cpu(release: Path) -> None:
+    """SGLang's default MLA path cannot run on torch_native (see mla_on_cpu, which needs a plugin API)."""
+    handler = release / "sglang/srt/models/deepseek_common/attention_backend_handler.py"
+    line = 'AttentionBackendRegistry.register("torch_native", lambda _attention, _batch: AttnForwardMethod.MLA)\n'
+    handler.write_text(f"{handler.read_text(encoding='utf-8')}\n{line}", encoding="utf-8")
+
+
+@pytest.mark.parametrize(("file", "layers"), [("llama", "1,4,7"), ("deepseek_v2", "1,3,5")])
+def test_the_tap_in_a_models_own_loop_captures_the_same(
+    file: str, layers: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """For forks: nothing of SGLang's own auxiliary capture is used. SIGTERM ends this one."""
+    model = request.getfixturevalue("tiny_llama" if file == "llama" else "tiny_dsv3")
     release = unpack("0.5.9", tmp_path / "tree")
+    if file == "deepseek_v2":
+        _let_mla_run_on_cpu(release)
     before = tree(release)
-    options = ("--target", "models/llama.py", "--layers", "1,4,7", "--no-import-check")
+    options = ("--target", f"models/{file}.py", "--layers", layers, "--no-import-check")
     run = SglangServer(
-        model=tiny_llama,
+        model=model,
         log=tmp_path / "server.log",
         verb="run",
         tree=release,
@@ -80,6 +93,6 @@ def test_the_tap_in_a_models_own_loop_captures_the_same(tiny_llama: Path, tmp_pa
         stop_limit_s=RUN_END_LIMIT_S,
     )
     with run:
-        _check_states(run, tiny_llama, seed=32)
+        _check_states(run, model, seed=32)
     after = tree(release)
     assert {name: after[name] for name in before} == before

@@ -35,8 +35,12 @@ class LoopCapture:
         self._capture = capture
         self._layers: tuple[int, ...] = ()
 
-    def after_init(self, model: Any) -> None:
-        """Announce capture when SGLang has built its model, or announce why there is none."""
+    def after_init(self, model: Any, config: Any) -> None:
+        """Announce capture when SGLang has built its model, or announce why there is none.
+
+        Args:
+            config: what the model was built from. Not each keeps it: DeepseekV2Model of 0.5.9 does not.
+        """
         host, port = "", 0
         try:
             args = _server_args()
@@ -44,7 +48,7 @@ class LoopCapture:
             reason = conflict(SimpleNamespace(server_args=args)) or _loop_conflict(args)
             if reason:
                 raise CannotTap(f"the tap in the forward loop cannot be combined with {reason}")
-            facts = _facts(model, args)
+            facts = _facts(model, config, args)
             layers = wanted_layers(facts.num_layers)
             self._capture._open(facts, layers)
             self._layers = layers
@@ -116,14 +120,14 @@ def _loop_conflict(args: Any) -> str | None:
     return None
 
 
-def _facts(model: Any, args: Any) -> RunnerFacts:
+def _facts(model: Any, config: Any, args: Any) -> RunnerFacts:
     """Read what the general way reads from the ModelRunner, of which a model knows nothing."""
     from sglang.srt.distributed.parallel_state import (
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,
     )
 
-    config = model.config
+    config = getattr(model, "config", config)
     context = getattr(config, "context_len", None) or config.max_position_embeddings
     return RunnerFacts(
         model_path=str(args.model_path),

@@ -152,7 +152,7 @@ def attach_model(kind: Any) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         _keep_out_of_the_cache()
-        loop.after_init(self)
+        loop.after_init(self, kwargs.get("config", args[0] if args else None))
 
     kind.__init__ = init
     kind._hsdump_loop = loop
