@@ -7,11 +7,9 @@ from pathlib import Path
 
 import typer
 
-from hsdump.cli.serve import MANY_LAYERS
-from hsdump.errors import UsageError
+from hsdump.cli.serve import check_serving
 from hsdump.launch.command import ServeOptions
 from hsdump.launch.cycle import run_patched
-from hsdump.layers import parse_native, resolve_layers
 from hsdump.patch.site import find_site
 from hsdump.patch.transaction import ApplyOptions
 from hsdump.spool.names import new_spool_dir
@@ -41,10 +39,7 @@ def run(
     Run `hsdump extract` beside it. Ctrl-C ends the server and restores; after a crash, the next `hsdump run` or
     `hsdump detach` restores. With a plugin API (0.5.11 and later) prefer `hsdump serve`, which changes no file.
     """
-    if parse_native(layers) is None:
-        resolve_layers(layers, MANY_LAYERS)
-    if hand_over not in ("auto", "files", "ring"):
-        raise UsageError(f"--hand-over {hand_over} is not known", "use auto, files or ring")
+    check_serving(layers, hand_over)
     serving = ServeOptions(
         python=python,
         spool=spool or new_spool_dir(),

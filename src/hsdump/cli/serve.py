@@ -21,6 +21,18 @@ MANY_LAYERS = 1 << 20
 EPILOG = "Example:  hsdump serve --layers auto -- --model-path /models/Kimi-K2.5 --tp 8 --port 30000"
 
 
+def check_serving(layers: str, hand_over: str) -> None:
+    """Refuse words that no server could start with, before one is started.
+
+    Raises:
+        UsageError: names what is not known.
+    """
+    if parse_native(layers) is None:
+        resolve_layers(layers, MANY_LAYERS)
+    if hand_over not in ("auto", "files", "ring"):
+        raise UsageError(f"--hand-over {hand_over} is not known", "use auto, files or ring")
+
+
 def add_to(app: typer.Typer) -> None:
     app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(serve)
 
@@ -39,10 +51,7 @@ def serve(
     print_: bool = typer.Option(False, "--print", help="Print the command and environment instead of starting it."),
 ) -> None:
     """Start SGLang with capture on; everything after -- is passed on as it is."""
-    if parse_native(layers) is None:
-        resolve_layers(layers, MANY_LAYERS)
-    if hand_over not in ("auto", "files", "ring"):
-        raise UsageError(f"--hand-over {hand_over} is not known", "use auto, files or ring")
+    check_serving(layers, hand_over)
     options = ServeOptions(
         python=python,
         spool=spool or new_spool_dir(),
