@@ -170,10 +170,12 @@ def _end_with_parent() -> None:
 def _free_port() -> int:
     """Find a free port below those that the kernel gives away, and low enough for the ports that SGLang adds to it.
 
-    SGLang 0.5.11 refuses to start when port + 10,000 is not a port.
+    SGLang 0.5.11 refuses to start when port + 10,000 is not a port. Tests that run side by side have their own ranges,
+    since a port is free until its server, half a minute later, listens on it.
     """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
     while True:
-        port = random.randrange(20000, 30000)
+        port = 20000 + 1000 * worker + random.randrange(1000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
