@@ -3,58 +3,61 @@
     python -m benchmarks.sabotage.campaign --samples 500 --out benchmarks/results/sabotage
 
 starts the real SGLang on the CPU with the tiny Llama (see tests/server/harness.py), captures twice, plants, and writes
-`sabotage.json` and `sabotage.md`. The test suite runs it with fewer samples.
+`sabotage.json` and `sabotage.md`. With `--work FOLDER` captures and what was judged so far are kept, and the same
+command goes on where it ended. The test suite runs a campaign with fewer samples.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import platform
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-from benchmarks.sabotage.sabotages import LAYERS, NAMES, OF_STATES, Taken, World, other_template, shifted_tokenizer
+from benchmarks.sabotage.captures import PLANTED, TOKEN_SABOTAGES, capture_all, kept, taken
+from benchmarks.sabotage.sabotages import (
+    LAYERS,
+    NAMES,
+    OF_STATES,
+    Sabotage,
+    Taken,
+    World,
+)
 
 from hsdump._version import __version__
 from hsdump.arrays import to_float32
 from hsdump.demo.tiny_model import make_tiny_model
-from hsdump.engines.base import CaptureRequest
-from hsdump.engines.sglang_http import SglangEngine
 from hsdump.extract.identity import model_digest
 from hsdump.extract.plan import LAYER_MEANING
-from hsdump.prompts import PromptOptions, Renderer, read_samples
+from hsdump.prompts import PromptOptions, Renderer
 from hsdump.samples import TokenSample
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.store import Manifest, Store, StoreWriter
 from hsdump.verify import verify_store
 from hsdump.verify.compare import compare_stores
-from hsdump.verify.probe import Captured, Prober, probe_sequences
+from hsdump.verify.probe import Captured, Prober
 from hsdump.verify.prove import Prover
-from hsdump.verify.witness import Answer, Witness
+from hsdump.verify.witness import Answer
 
 DETECTORS = ("verify", "prove", "compare", "probe")
-SHORT = 200
-"""Characters of a turn, so that many samples fit into a campaign."""
-
-PLANTED = 60
-"""Samples among which a fault is planted; the clean ones are all looked at."""
-
-TOKEN_SABOTAGES = ("another chat template", "another tokenizer revision")
+AMONG_ALL = ("1 % of samples from another model", "bf16 rounded to fp16 and back")
+"""Faults that are planted in the whole store: a share of it, and one that only shows in many values."""
 
 
 @dataclass(kw_only=True)
 class Bench:
     """What all sabotages share: clean captures, and the server's answers."""
 
-    url: str
     model: Path
     info: EngineInfo
     manifest: Manifest
@@ -73,47 +76,15 @@ class Bench:
     folder: Path
 
 
-def conversations(count: int) -> list[list[dict[str, str]]]:
-    """Make distinct conversations of the project's own prompts: each a question, its answer, and another pair."""
-    path = Path(__file__).parents[2] / "src/hsdump/demo/prompts.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    turns = [row.get("messages") or row.get("conversations") for row in rows]
-    plain = [
-        [{"role": str(turn["role"]), "content": turn["content"][:SHORT]} for turn in talk]
-        for talk in turns
-        if talk and all(turn.get("role") in ("user", "assistant") and turn.get("content") for turn in talk)
-    ]
-    assert len(plain) >= 20, "the demo's prompts have changed their form"
-    return [plain[at % len(plain)][:2] + plain[(at * 7 + at // len(plain)) % len(plain)][:2] for at in range(count)]
-
-
-def text_samples(model: Path, talks: Sequence[list[dict[str, str]]], folder: Path) -> list[TokenSample]:
-    """Tokenize by the served model's template, each sample once."""
-    path = folder / "talks.jsonl"
-    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks), encoding="utf-8")
-    options = PromptOptions(max_tokens=1000)
-    rows = read_samples([path], Renderer.load(str(model), options), options)
-    return list({row.key: row for row in rows if isinstance(row, TokenSample)}.values())
-
-
-def ask(url: str, samples: Sequence[TokenSample]) -> tuple[EngineInfo, dict[str, Answer]]:
-    """Get states and log-probabilities in one pass."""
-    witness = Witness.meet(url)
-    assert witness.info is not None, witness.no_capture
-    answers = asyncio.run(witness.ask_all([(one.key, one.input_ids) for one in samples]))
-    assert not witness.failures, witness.failures
-    return witness.info, answers
-
-
-def taken(samples: Sequence[TokenSample], answers: Mapping[str, Answer]) -> list[Taken]:
-    return [Taken(one, dict(answers[one.key].states or {})) for one in samples]
-
-
 def prepare(url: str, model: Path, folder: Path, count: int) -> Bench:
-    """Capture clean samples twice, with other company in the batches."""
-    samples = text_samples(model, conversations(count + count // 4 + 10), folder)[:count]
-    info, first = ask(url, samples)
-    second = capture_again(url, samples[::-1])
+    """Capture clean samples twice, with other company in the batches, and make everything ready."""
+    capture_all(url, model, folder, count)
+    return set_up(model, folder)
+
+
+def set_up(model: Path, folder: Path) -> Bench:
+    """Make detectors and saboteurs ready for what was captured."""
+    info = msgspec.json.decode((folder / "info.json").read_bytes(), type=EngineInfo)
     renderer = Renderer.load(str(model), PromptOptions())
     manifest = Manifest(
         engine="sglang",
@@ -132,63 +103,30 @@ def prepare(url: str, model: Path, folder: Path, count: int) -> Bench:
         template_digest=renderer.template_digest,
         max_tokens=info.context_length,
     )
-    sequences = [
-        TokenSample.make("probe", ids, np.ones(len(ids), np.uint8)) for _, ids in probe_sequences(info.vocab_size)
-    ]
-    _, probe_answers = ask(url, sequences)
-    other = make_tiny_model(folder / "other-model", "llama", seed=1)
-    bench = Bench(
-        url=url,
+    clean, answers = kept(folder / "clean.npz")
+    sequences, probe_answers = kept(folder / "probe.npz")
+    tokens = {}
+    for number, name in enumerate(TOKEN_SABOTAGES):
+        wrong, said = kept(folder / f"tokens{number}.npz")
+        tokens[name] = ([one.sample for one in wrong], said)
+    other = folder / "other-model"
+    if not (other / "config.json").exists():
+        make_tiny_model(other, "llama", seed=1)
+    twin = taken([one.sample for one in clean], answers)
+    return Bench(
         model=model,
         info=info,
         manifest=manifest,
-        clean=second[::-1],
-        answers=first,
-        twin=folder / "twin",
-        probe_taken=taken(sequences, probe_answers),
+        clean=clean,
+        answers=answers,
+        twin=write_store(folder / "twin", manifest, twin),
+        probe_taken=taken([one.sample for one in sequences], probe_answers),
         probe_answers=probe_answers,
         world=World(model, other),
         prover=Prover(manifest, str(model)),
         folder=folder,
-        tokens={name: ask_tokens(url, model, name, samples[:PLANTED]) for name in TOKEN_SABOTAGES},
+        tokens=tokens,
     )
-    write_store(bench.twin, manifest, taken(samples, first))
-    return bench
-
-
-def capture_again(url: str, samples: Sequence[TokenSample]) -> list[Taken]:
-    """Capture without asking for log-probabilities, many requests at a time, as an extraction does."""
-
-    async def run() -> list[Taken]:
-        engine, slots = SglangEngine(url), asyncio.Semaphore(16)
-        info = engine.handshake()
-
-        async def one(sample: TokenSample) -> Taken:
-            async with slots:
-                got = await engine.capture(CaptureRequest(key=sample.key, input_ids=sample.input_ids, attempt=0))
-            states = {name: state.copy() for name, state in zip(info.shape.names, got.states, strict=True)}
-            got.release()
-            return Taken(sample, states)
-
-        try:
-            return list(await asyncio.gather(*map(one, samples)))
-        finally:
-            await engine.close()
-
-    return asyncio.run(run())
-
-
-def ask_tokens(
-    url: str, model: Path, name: str, samples: Sequence[TokenSample]
-) -> tuple[list[TokenSample], dict[str, Answer]]:
-    """Make samples of wrong tokens, and ask the server about them: their states are sound."""
-    renderer = Renderer.load(str(model), PromptOptions())
-    if name == "another chat template":
-        wrong = [_by_other_template(renderer, talk) for talk in conversations(len(samples))]
-    else:
-        wrong = [shifted_tokenizer(one, renderer.vocab_size) for one in samples]
-    wrong = list({one.key: one for one in wrong}.values())
-    return wrong, ask(url, wrong)[1]
 
 
 def write_store(path: Path, manifest: Manifest, samples: Sequence[Taken]) -> Path:
@@ -260,47 +198,64 @@ def judge_tokens(bench: Bench, name: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _by_other_template(renderer: Renderer, talk: list[dict[str, str]]) -> TokenSample:
-    ids: list[int] = []
-    mask: list[int] = []
-    for text, learned in other_template(talk):
-        new, _ = renderer.tokens.encode(text, add_special_tokens=False)
-        ids += new.tolist()
-        mask += [int(learned)] * len(new)
-    return TokenSample.make("other-template", np.array(ids, np.int64), np.array(mask, np.uint8))
-
-
 def campaign(bench: Bench) -> dict[str, Any]:
-    """Let all detectors look at everything; the server is not needed any more."""
-    started = time.monotonic()
-    count = len(bench.clean)
-    table = {name: judge_tokens(bench, name) for name in TOKEN_SABOTAGES}
-    clean = detect(bench, bench.clean, bench.probe_taken)
+    """Let all detectors look at everything that is not judged yet; the server is not needed any more."""
+    count, all_of_it = len(bench.clean), bench.clean
+    parts: dict[str, Callable[[], dict[str, Any]]] = {"clean": lambda: detect(bench, all_of_it, bench.probe_taken)}
+    parts |= {name: partial(judge_tokens, bench, name) for name in TOKEN_SABOTAGES}
     for name, plant in OF_STATES.items():
-        probed = None if name == "1 % of samples from another model" else plant(bench.world, bench.probe_taken)
-        table[name] = detect(bench, plant(bench.world, bench.clean[:PLANTED]), probed)
-        print(name, {detector: found["caught"] for detector, found in table[name].items()}, flush=True)
+        probed = None if name == AMONG_ALL[0] else bench.probe_taken
+        samples = all_of_it if name in AMONG_ALL else all_of_it[:PLANTED]
+        parts[name] = partial(_sabotaged, bench, plant, samples, probed)
+    table = {name: _once(bench.folder / "judged", name, judge) for name, judge in parts.items()}
+    clean = table.pop("clean")
     return {
         "command": f"python -m benchmarks.sabotage.campaign --samples {count}",
         "hsdump": __version__,
         "engine": f"sglang {bench.info.engine_version}, {bench.info.model_class}, {bench.info.device}",
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
-        "samples": len(bench.clean),
+        "samples": count,
         "planted_among": min(count, PLANTED),
-        "tokens": int(sum(len(one.sample.input_ids) for one in bench.clean)),
+        "tokens": int(sum(len(one.sample.input_ids) for one in all_of_it)),
         "clean": clean,
         "sabotages": table,
-        "missed": [name for name, found in table.items() if not any(one["caught"] for one in found.values())],
-        "false_alarms": sum(bool(one["caught"]) for one in clean.values()),
-        "clean_samples_named": int(sum(one.get("samples", 0) for one in clean.values())),
-        "seconds": round(time.monotonic() - started, 1),
+        "missed": [name for name, found in table.items() if not _by(found)],
+        "false_alarms": len(_by(clean)),
+        "clean_samples_named": int(sum(clean[one].get("samples", 0) for one in DETECTORS)),
+        "seconds": round(sum(found["seconds"] for found in (clean, *table.values())), 1),
     }
+
+
+def _sabotaged(
+    bench: Bench, plant: Sabotage, samples: list[Taken], probed: list[Taken] | None
+) -> dict[str, dict[str, Any]]:
+    return detect(bench, plant(bench.world, samples), None if probed is None else plant(bench.world, probed))
+
+
+def _once(folder: Path, name: str, judge: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Judge, or read what was judged before this campaign was ended."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.json"
+    if not path.exists():
+        started = time.monotonic()
+        found = judge()
+        found["seconds"] = round(time.monotonic() - started, 1)
+        path.write_text(json.dumps(found))
+        print(f"{name}: {_by(found) or 'silent'} ({found['seconds']} s)", flush=True)
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+def _by(found: Mapping[str, Any]) -> list[str]:
+    """Name the detectors that spoke."""
+    return [name for name in DETECTORS if found.get(name, {}).get("caught")]
 
 
 def as_table(result: Mapping[str, Any]) -> str:
     """Write the result as Markdown."""
-    what = f"{result['engine']}; {result['samples']} clean samples, {result['tokens']} tokens, faults planted among "
-    what += f"{result['planted_among']}; hsdump {result['hsdump']}; {result['seconds']} s on {result['machine']}. "
+    what = f"{result['engine']}; {result['samples']} clean samples, {result['tokens']} tokens; faults planted among "
+    what += f"{result['planted_among']} of them ({' and '.join(AMONG_ALL)}: among all); "
+    what += f"hsdump {result['hsdump']}; {result['seconds']} s on {result['machine']}. "
     what += f"`{result['command']}`"
     lines = [
         "# Sabotage campaign",
@@ -329,16 +284,21 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=500)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--server", help="of a server that captures all layers of the tiny Llama; else one is started")
+    parser.add_argument("--work", type=Path, help="keep captures and what was judged so far here, and go on with them")
     options = parser.parse_args()
     model = tiny_model_path("llama")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if options.server:
-            bench = prepare(options.server, model, folder, options.samples)
-        else:
-            with SglangServer(model=model, log=folder / "server.log", serve_options=("--layers", "all")) as server:
-                bench = prepare(server.url, model, folder, options.samples)
-        result = campaign(bench)
+        folder = options.work or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "info.json").exists():  # the last thing that is kept of a capture
+            if options.server:
+                capture_all(options.server, model, folder, options.samples)
+            else:
+                with SglangServer(model=model, log=folder / "server.log", serve_options=("--layers", "all")) as server:
+                    capture_all(server.url, model, folder, options.samples)
+            print("captured", flush=True)
+        result = campaign(set_up(model, folder))
+    assert result["samples"] == options.samples, f"{folder} holds a campaign of {result['samples']} samples"
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(as_table(result))
     print(as_table(result))

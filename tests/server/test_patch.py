@@ -11,6 +11,7 @@ import pytest
 
 from hsdump.patch.site import find_site
 from hsdump.patch.status import status
+from hsdump.verify.probing import ProbeOptions, probe_server
 from tests.patch.releases import tree, unpack
 from tests.server.driving import TOLERANCE, capture, ordinary_traffic, reference, relative_error, token_samples
 from tests.server.harness import SglangServer
@@ -40,6 +41,14 @@ def _check_states(server: SglangServer, model: Path, *, seed: int) -> None:
     assert max(errors) <= TOLERANCE
 
 
+def _check_own_ids(server: SglangServer) -> None:
+    """By numbers: id k of this engine's own is the output of layer k."""
+    report = probe_server(server.url, ProbeOptions(depth="all", fresh=True))
+    assert (report.verdict, report.engine_ids, report.table_ids) == ("agrees", [2, 4, 5], [2, 4, 5])
+    assert [reading.found for reading in report.states] == ["3", "5", "6", "final"]
+    assert report.id_meaning == "id k is the output of layer k"
+
+
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.10.post1"])
 def test_a_run_captures_as_transformers_computes_and_leaves_the_release_as_it_was(
     version: str, tiny_llama: Path, tmp_path: Path
@@ -48,11 +57,20 @@ def test_a_run_captures_as_transformers_computes_and_leaves_the_release_as_it_wa
     release = unpack(version, tmp_path / "site packages")
     before = tree(release)
     log = tmp_path / "server.log"
-    run = SglangServer(model=tiny_llama, log=log, verb="run", tree=release, warm_up=True, stop_limit_s=RUN_END_LIMIT_S)
+    run = SglangServer(
+        model=tiny_llama,
+        log=log,
+        verb="run",
+        tree=release,
+        serve_options=("--layers", "native:2,4,5"),
+        warm_up=True,
+        stop_limit_s=RUN_END_LIMIT_S,
+    )
     with run:
         assert status(find_site(folder=release)).state == "patched"
         patched_answers = asyncio.run(ordinary_traffic(run.url, _prompts(), at_once=1))
         _check_states(run, tiny_llama, seed=31)
+        _check_own_ids(run)
     text = log.read_text(errors="replace")
     assert "restored; no process runs from this environment" in text
     assert "sha256 of every file equals the original's" in text

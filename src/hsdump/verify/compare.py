@@ -11,7 +11,7 @@ import numpy as np
 
 from hsdump.arrays import to_float32
 from hsdump.errors import UsageError
-from hsdump.layers import FINAL
+from hsdump.layers import FINAL, FINAL_PRE_NORM
 from hsdump.store.format import INPUT_IDS
 from hsdump.store.manifest import FACTS, Manifest
 from hsdump.store.reader import Store
@@ -62,6 +62,8 @@ class _Both:
         places_a = _by_tokens(a)
         self.pairs = {key: places_b[tokens] for tokens, key in places_a.items() if tokens in places_b}
         self.only_a, self.only_b = len(places_a) - len(self.pairs), len(places_b) - len(self.pairs)
+        finals = (a.manifest.final_state, b.manifest.final_state)
+        self._names_a, self._names_b = _names(*finals), _names(*finals[::-1])
 
     def load(self, key: str) -> Pair:
         one, other = self.a[key], self.b[self.pairs[key]]
@@ -69,8 +71,10 @@ class _Both:
         return Pair(
             key=key,
             source=one.source,
-            found={name: to_float32(state, dtype_a) for name, state in one.states.items()},
-            expected={name: to_float32(state, dtype_b) for name, state in other.states.items()},
+            found={self._names_a.get(name, name): to_float32(state, dtype_a) for name, state in one.states.items()},
+            expected={
+                self._names_b.get(name, name): to_float32(state, dtype_b) for name, state in other.states.items()
+            },
             learned=one.loss_mask.astype(np.bool_),
         )
 
@@ -170,6 +174,11 @@ def _same_words(states: Sequence[StateDiff]) -> str:
     text += f"worst row {max(diff.worst for diff in states):.2g}"
     scattered = sum(diff.off_rows for diff in states)
     return text + (f"; {scattered} scattered rows of rerouted tokens" if scattered else "")
+
+
+def _names(mine: str, others: str) -> dict[str, str]:
+    """Rename a final state from before the norm, where the other store has that one under its own name."""
+    return {FINAL: FINAL_PRE_NORM} if (mine, others) == ("pre_norm", "both") else {}
 
 
 def _by_tokens(store: Store) -> dict[str, str]:
