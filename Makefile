@@ -24,7 +24,7 @@ demo: .venv
 	$(BIN)/python -m hsdump.demo.run
 
 test: .venv engines consumers tiny-models check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 40
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40
 
 check: .venv
 	$(BIN)/ruff check .

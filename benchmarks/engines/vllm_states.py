@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", required=True)
     options = parser.parse_args()
 
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # for its processes: the connector lies beside this file
     from safetensors.torch import load_file, save_file
     from vllm import LLM, SamplingParams
 
@@ -37,7 +39,8 @@ def main() -> None:
                 "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": options.layers}},
             },
             kv_transfer_config={
-                "kv_connector": "ExampleHiddenStatesConnector",
+                "kv_connector": "HostHiddenStatesConnector",
+                "kv_connector_module_path": "vllm_connector",
                 "kv_role": "kv_producer",
                 "kv_connector_extra_config": {"shared_storage_path": folder},
             },

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ CPU_ARGS = (
     "--skip-tokenizer-init --device cpu --attention-backend torch_native --skip-server-warmup --load-format dummy "
     "--disable-radix-cache --mem-fraction-static 0.5 --max-total-tokens 40000 --host 127.0.0.1"
 )
+
+_PORTS = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +62,9 @@ def server(
     env: dict[str, str] | None = None,
 ) -> Iterator[str]:
     """Run one server. `serve`: options of `hsdump serve`, or None for a server without capture."""
-    port = 31000 + len(target.started)
-    target.started.append(name)
+    with _PORTS:
+        port = 31000 + 50 * len(target.started)  # SGLang takes some more beside it
+        target.started.append(name)
     args = [*target.args, "--model-path", str(model), "--port", str(port), *flags]
     command = [target.python, "-m", "sglang.launch_server", *args]
     if serve is not None:

@@ -161,7 +161,7 @@ def http_fault(fault: str) -> Callable[[World, int], dict[str, Any]]:
         world.proxy.arm(lambda count: fault if count % 3 == number % 3 else None)
         # By chance a sample is struck five times running in one of eight such campaigns; it would rightly be failed.
         # Short where the limit itself is what is tried; a busy machine may take seconds for an honest answer.
-        timeout_s = 1.5 if fault == "timeout" else 30.0
+        timeout_s = 5.0 if fault == "timeout" else 30.0
         state = run_here(world.proxy.url, rows, out, timeout_s=timeout_s, attempts=15)
         assert state.exit_code() == 0, state.report()
         assert world.proxy.struck[fault] > 0

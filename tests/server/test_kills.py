@@ -19,7 +19,8 @@ from tests.server.harness import SglangServer
 
 pytestmark = pytest.mark.server
 
-KILLS = 10
+KILLS = int(os.environ.get("HSDUMP_KILLS", "4"))
+"""A server's start takes half a minute. HSDUMP_KILLS=10 for more; benchmarks/results/faults.md has twenty of each."""
 
 
 def extract_command(rows: Path, url: str, out: Path) -> list[str]:
@@ -63,7 +64,7 @@ def check_union(out: Path, samples: list[TokenSample], model: Path) -> None:
         assert max(relative_error(a, b) for a, b in zip(states[key], expected, strict=True)) <= TOLERANCE
 
 
-def test_the_client_is_killed_ten_times(tiny_llama: Path, tmp_path: Path) -> None:
+def test_the_client_is_killed_again_and_again(tiny_llama: Path, tmp_path: Path) -> None:
     samples = token_samples(400, 2048, seed=21)
     rows, out = write_rows(tmp_path / "rows.jsonl", samples), tmp_path / "store"
     moments = random.Random(5)
@@ -91,7 +92,7 @@ def test_the_client_is_killed_ten_times(tiny_llama: Path, tmp_path: Path) -> Non
         assert leftovers(spool_of(server)) == []
 
 
-def test_the_server_is_killed_ten_times_under_one_client(tiny_llama: Path, tmp_path: Path) -> None:
+def test_the_server_is_killed_again_and_again_under_one_client(tiny_llama: Path, tmp_path: Path) -> None:
     samples = token_samples(400, 2048, seed=22)
     rows, out = write_rows(tmp_path / "rows.jsonl", samples), tmp_path / "store"
     moments = random.Random(6)

@@ -40,7 +40,8 @@ def write_questions(target: Path, out: Path, *, learn: int, test: int, new_token
     rows: list[dict[str, Any]] = []
     by_length = sorted(asked, key=lambda pair: len(pair[1]))  # little padding in a batch
     for start in range(0, len(by_length), BATCH):
-        rows += _answers(model, by_length[start : start + BATCH], new_tokens)
+        batch = [(exchange.source, ids) for exchange, ids in by_length[start : start + BATCH]]
+        rows += answer(model, batch, new_tokens)
     _write(out / "answers.jsonl", rows)
     _write(
         out / "test.jsonl",
@@ -71,8 +72,8 @@ def _choose(tokenizer: Any, *, held_out: bool, number: int) -> list[tuple[Exchan
     return chosen
 
 
-def _answers(model: Any, asked: Sequence[tuple[Exchange, list[int]]], new_tokens: int) -> list[dict[str, Any]]:
-    """Answer a batch greedily; questions are padded on the left."""
+def answer(model: Any, asked: Sequence[tuple[str, list[int]]], new_tokens: int) -> list[dict[str, Any]]:
+    """Answer a batch greedily, each question with its name; they are padded on the left."""
     import torch
 
     longest = max(len(ids) for _, ids in asked)
@@ -84,11 +85,11 @@ def _answers(model: Any, asked: Sequence[tuple[Exchange, list[int]]], new_tokens
         ].tolist()
     stop = model.config.eos_token_id
     rows = []
-    for (exchange, ids), answer in zip(asked, said, strict=True):
-        kept = answer[: answer.index(stop) + 1] if stop in answer else answer
+    for (name, ids), words in zip(asked, said, strict=True):
+        kept = words[: words.index(stop) + 1] if stop in words else words
         rows.append(
             {
-                "id": exchange.source,
+                "id": name,
                 "input_ids": ids + kept,
                 "loss_mask": [0] * len(ids) + [1] * len(kept),
             }

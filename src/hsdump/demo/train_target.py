@@ -110,7 +110,7 @@ def _blocks(text: str) -> Iterator[str]:
                     yield "\n".join(piece)
 
 
-def make_tokenizer(texts: Sequence[str]) -> Any:
+def make_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE, positions: int = MAX_POSITIONS) -> Any:
     """Learn a byte-level BPE: it takes any text, and code best."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -119,7 +119,7 @@ def make_tokenizer(texts: Sequence[str]) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[PAD, START, END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -129,7 +129,7 @@ def make_tokenizer(texts: Sequence[str]) -> Any:
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
-        model_max_length=MAX_POSITIONS,
+        model_max_length=positions,
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE
@@ -177,17 +177,18 @@ def rows_of(documents: Sequence[list[int]], seed: int) -> Any:
 class Training:
     """Muon for the matrices inside the layers, AdamW for the rest; a cosine over the time that there is."""
 
-    def __init__(self, model: Any, minutes: float, batch: int, seed: int) -> None:
+    def __init__(self, model: Any, minutes: float, batch: int, seed: int, adam_lr: float = 4e-3) -> None:
         import torch
 
-        inside = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and ".layers." in name]
+        named = [(name, weight) for name, weight in model.named_parameters() if not name.endswith("gate.weight")]
+        inside = [weight for name, weight in named if weight.ndim == 2 and ".layers." in name]
         inside_ids = {id(weight) for weight in inside}
         rest = [weight for weight in model.parameters() if id(weight) not in inside_ids]
         self.model, self.minutes, self.batch, self.seed = model, minutes, batch, seed
         self.started_s = time.monotonic()
         self.optimizers = [
             torch.optim.Muon(inside, lr=0.02, weight_decay=0.05, adjust_lr_fn="original"),
-            torch.optim.AdamW(rest, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.01),
+            torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.01),
         ]
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(one, self._share) for one in self.optimizers]
 

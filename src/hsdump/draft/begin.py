@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from hsdump.draft.config import DrafterConfig, new_config
 from hsdump.draft.data import check_final, names_for
 from hsdump.draft.model import Drafter, init_drafter
@@ -18,8 +16,8 @@ from hsdump.draft.vocab import DraftVocab, load_vocab
 from hsdump.errors import InputError, StoreError, UsageError
 from hsdump.store import Store
 from hsdump.verify import VerifyOptions, verify_store
+from hsdump.verify.proof_file import proof_standing
 
-PROOF = "proof.json"
 LOOKED_AT = 64
 """Samples that are verified before training. Enough to catch a broken capture; `hsdump verify` reads all."""
 
@@ -57,7 +55,7 @@ def check_store(path: Path, *, unproved: bool) -> list[str]:
         problems.append(f"`hsdump verify` finds it {report.verdict}: {', '.join(sorted(report.counts))}")
     with Store(path) as store:
         embedded = store.manifest.engine == "transformers"
-    verdict = _proof(path)
+        verdict = proof_standing(store)
     notes = [f"verified: {report.samples} samples looked at, {report.verdict}", f"proof: {verdict}"]
     if verdict != "proved" and not embedded:
         problems.append(f"its states are not proved to be the server's ({verdict})")
@@ -65,16 +63,6 @@ def check_store(path: Path, *, unproved: bool) -> list[str]:
         fix = "run `hsdump verify STORE` and `hsdump prove STORE --server URL`; to train all the same: --unproved"
         raise StoreError(f"{path} is not fit for training: " + "; ".join(problems), fix)
     return [*notes, *(f"trained all the same: {problem}" for problem in problems)]
-
-
-def _proof(path: Path) -> str:
-    try:
-        found = msgspec.json.decode((path / PROOF).read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        return "none"
-    except (OSError, msgspec.MsgspecError) as error:
-        return f"unreadable: {error}"
-    return str(found.get("verdict", "none"))
 
 
 def choose_vocab(sources: Sources, target_size: int) -> DraftVocab:

@@ -135,17 +135,18 @@ def fill_report(report: CompareReport, differ: Differ, load: Callable[[str], Pai
 
 def judge(states: Sequence[StateDiff], off: Sequence[SampleDiff], off_count: int, differ: Differ) -> list[str]:
     """Say what differs, in sentences; none when nothing does."""
-    words = []
+    words = differ.not_finite()
+    one, other = differ.sides
     for diff in states:
         typical = differ.typical(diff.state)
         if diff.best_match != diff.state and diff.best_match_error < 0.5 * diff.median:
             same = "is" if diff.best_match_error <= SAME_SAMPLE else "is closest to"
             words.append(
-                f"{diff.state} of A {same} {diff.best_match} of B (relative error {diff.best_match_error:.3g}, "
-                f"against B's own {diff.state} {diff.median:.3g})"
+                f"{diff.state} of {one} {same} {diff.best_match} of {other} (relative error "
+                f"{diff.best_match_error:.3g}, against the same name there {diff.median:.3g})"
             )
         elif typical > SAME_SAMPLE and diff.state == FINAL and differ.is_norm_apart():
-            words.append("final is before the model's norm in one store and after it in the other")
+            words.append(f"final is before the model's norm in one of {one} and {other}, and after it in the other")
         elif typical > SAME_SAMPLE:
             words.append(f"{diff.state} differs in most samples: median relative error {diff.median:.3g}")
     shifts = [f"{move} (sample {diff.sample})" for diff in off for move in diff.moves]
@@ -170,6 +171,8 @@ def moved_everywhere(states: Sequence[StateDiff], differ: Differ, load: Callable
 
 def _same_words(states: Sequence[StateDiff]) -> str:
     worst = max(states, key=lambda diff: diff.median)
+    if not any(diff.worst for diff in states):
+        return "the same bit for bit: one is a copy of the other, or comes from the very same computation"
     text = f"the same up to rounding: median relative error of rows {worst.median:.2g} ({worst.state}), "
     text += f"worst row {max(diff.worst for diff in states):.2g}"
     scattered = sum(diff.off_rows for diff in states)

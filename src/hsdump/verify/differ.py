@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hsdump.layers import FINAL
 from hsdump.verify.rows import (
     RUN,
+    SAME_ROW,
     SAME_SAMPLE,
     Move,
     Wide,
@@ -120,15 +121,19 @@ class _State:
     cosines: list[NDArray[np.float32]] = field(default_factory=list)
     difference: float = 0.0
     size: float = 0.0
+    not_finite: list[int] = field(default_factory=lambda: [0, 0])
+    """Rows with NaN or infinity on either side."""
 
 
 class Differ:
     """Takes pairs, gives differences."""
 
-    def __init__(self, model_class: str = "") -> None:
+    def __init__(self, model_class: str = "", sides: tuple[str, str] = ("A", "B")) -> None:
         """Args:
         model_class: decides whether scattered rows may be rerouted tokens.
+        sides: what the two are called in sentences.
         """
+        self.sides = sides
         self.routed = ROUTED.search(model_class) is not None
         self.samples: list[tuple[str, str]] = []
         self.tokens = 0
@@ -147,6 +152,8 @@ class Differ:
                 continue
             expected_SH = pair.expected[name]
             state = self._states.setdefault(name, _State())
+            for side, values_SH in enumerate((found_SH, expected_SH)):
+                state.not_finite[side] += int((~np.isfinite(values_SH).all(axis=1)).sum())
             state.errors.append(row_errors(found_SH, expected_SH))
             state.cosines.append(row_cosines(found_SH, expected_SH))
             with np.errstate(over="ignore", invalid="ignore"):
@@ -176,6 +183,15 @@ class Differ:
         for (name, other), errors in self._matches.items():
             table.setdefault(name, {})[other] = float(np.median(np.concatenate(errors)))
         return table
+
+    def not_finite(self) -> list[str]:
+        """Say which states hold numbers that are none."""
+        return [
+            f"{name} of {side} holds NaN or infinity in {rows} of {sum(map(len, state.errors))} rows"
+            for name, state in self._states.items()
+            for side, rows in zip(self.sides, state.not_finite, strict=True)
+            if rows
+        ]
 
     def is_norm_apart(self) -> bool:
         """Tell whether the final states are one before and one after the norm."""
@@ -210,7 +226,7 @@ class Differ:
             worst=float(errors.max()),
             cosine=float(cosines.mean()),
             worst_cosine=float(cosines.min()),
-            off_rows=int((errors > row_limit(median)).sum()),
+            off_rows=int((errors > (row_limit(median) if median <= SAME_SAMPLE else SAME_ROW)).sum()),
             best_match=best,
             best_match_error=matches[best],
             by_position=bins,

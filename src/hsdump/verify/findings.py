@@ -30,6 +30,7 @@ CORRUPT = frozenset(
 
 SUSPICIOUS = frozenset(
     (
+        "no-samples",
         "index-missing",
         "shard-not-indexed",
         "too-long",
@@ -115,6 +116,9 @@ class Report(msgspec.Struct, kw_only=True):
     """Samples without states, by reason; they are the capture's business and not a fault of the store."""
 
     skips: dict[str, int] = {}
+
+    proof: str = ""
+    """What the `proof.json` beside it is worth: its verdict, `none`, or `outdated` and why."""
 
 
 class Collector:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from hsdump._version import __version__
-from hsdump.arrays import to_float32, xxh3
+from hsdump.arrays import to_float32
 from hsdump.errors import InputError
 from hsdump.extract.identity import model_digest
 from hsdump.layers import FINAL
@@ -31,12 +31,12 @@ from hsdump.verify.compare import judge, moved_everywhere
 from hsdump.verify.differ import Differ, Pair, SampleDiff, StateDiff, explain
 from hsdump.verify.head import Head
 from hsdump.verify.logits import LogitsReport, check_logits
+from hsdump.verify.proof_file import PROOF_NAME, store_digest
 from hsdump.verify.texts import TextChecker, TextReport
 from hsdump.verify.witness import Answer, Witness
 
 MEMORY_BYTES = 8 << 30
 
-PROOF_NAME = "proof.json"
 PROVED, NOT_PROVED, CANNOT = "proved", "not proved", "can't"
 EXIT_CODES = {PROVED: 0, NOT_PROVED: 1, CANNOT: 2}
 
@@ -218,7 +218,7 @@ class Prover:
         answers: Mapping[str, Answer],
         problems: list[str],
     ) -> None:
-        differ = Differ(self._manifest.model_class)
+        differ = Differ(self._manifest.model_class, ("the store", "the server"))
         dtype = self._manifest.dtype
 
         def load(key: str) -> Pair:
@@ -273,15 +273,6 @@ def template_of(facts: Mapping[str, Any]) -> str | None:
         return Path(str(named)).read_text(encoding="utf-8") if named and Path(str(named)).is_file() else None
     except (OSError, UnicodeDecodeError):
         return None
-
-
-def store_digest(store: Store) -> str:
-    """Digest what a store holds, from its index alone."""
-    parts = []
-    for key in sorted(store.keys()):
-        record = store.row(key).record
-        parts.append(key + "".join(entry.name + entry.checksum for entry in record.tensors))
-    return xxh3(*(part.encode() for part in parts)) if parts else xxh3(b"")
 
 
 def write_proof(store: Path, report: ProofReport) -> None:

@@ -26,6 +26,8 @@ def show_report(report: Report) -> RenderableType:
     for title, counts in (("failed at capture", report.failures), ("input rows skipped", report.skips)):
         if counts:
             parts.append(Text(f"{title}: " + ", ".join(f"{reason} {count}" for reason, count in counts.items())))
+    if report.proof:
+        parts.append(Text(f"proof of its states: {report.proof}", style="" if report.proof == "proved" else "yellow"))
     return Group(*parts)
 
 

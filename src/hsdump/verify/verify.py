@@ -24,6 +24,7 @@ from hsdump.store.shard_reader import damaged_pads, read_header
 from hsdump.verify.findings import Collector, Finding, Report, Sampled
 from hsdump.verify.grid import GridEvidence
 from hsdump.verify.norms import SAMPLE_FACTOR, NormHistogram
+from hsdump.verify.proof_file import proof_standing
 from hsdump.verify.sample_checks import SampleChecker, SampleResult, batches
 
 BATCH_BYTES = 64 << 20
@@ -98,6 +99,8 @@ class _Run:
         if not (self._store.path / INDEX_NAME).exists() and on_disk:
             self._add("index-missing", f"{INDEX_NAME} is missing; the shards' headers were used in its place")
         shards = self._store.shards()
+        if not len(self._store):
+            self._add("no-samples", "the store holds no sample: there is nothing that could be right or wrong")
         if not writer_at_work:
             for number in sorted(on_disk.keys() - {shard.number for shard in shards}):
                 detail = "the index does not know it; it is adopted when the store is opened for writing"
@@ -109,6 +112,7 @@ class _Run:
         self._report.layers = [histogram.summary(name) for name, histogram in self._histograms.items()]
         self._report.failures = dict(Counter(failure.reason for failure in self._store.failures().values()))
         self._report.skips = dict(self._store.skips())
+        self._report.proof = proof_standing(self._store)
 
     def _add(self, check: str, detail: str, *, shard: str | None = None, sample: str | None = None) -> None:
         self._collector.add(Finding(check=check, detail=detail, shard=shard, sample=sample))
