@@ -1,0 +1,154 @@
+"""Fourth stage: the real SGLang with the drafter beside the same without; on a CPU, decoding in one process instead.
+
+SGLang decodes with EAGLE-3 on a GPU only (its torch-native attention has no form for drafts), so a CPU run measures
+with `hsdump eval`, which plays the same rounds with transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import httpx
+
+from benchmarks.story.state import Story
+from benchmarks.story.together import together
+from hsdump.draft.eval import read_prompts
+
+START_S = 200.0
+NEAR_TIE = 0.25
+"""Two steps of bfloat16 between 16 and 32, where the largest logits lie: closer ones are decided by rounding."""
+
+Tokens = list[int]
+
+
+def bench_stage(story: Story) -> None:
+    if story.device == "cpu":
+        for steps in story.scale.steps:
+            story.step(f"bench.eval-{steps}", 15, partial(evaluate, story, steps))
+        return
+    names = [f"bench.steps-{steps}" for steps in story.scale.steps] + ["bench.lossless"]
+    if all(story.figures(name) is not None for name in names):
+        return
+    with ExitStack() as stack:
+        wanted = [steps for steps in story.scale.steps if story.figures(f"bench.steps-{steps}") is None]
+        wanted = sorted({*wanted, story.scale.steps[0]})
+        starts = {str(steps): partial(story.serve, f"eagle-{steps}", *flags(story, steps)) for steps in wanted}
+        story.need(START_S, "starting servers")
+        urls = together(stack, {"plain": partial(story.serve, "without"), **starts}, at_once=len(starts) + 1)
+        prompts = questions(story)
+        for url in urls.values():  # kernels and graphs, once
+            asyncio.run(answers(url, prompts[:16], 16, 16))
+        for steps in story.scale.steps:
+            if str(steps) in urls:
+                story.step(f"bench.steps-{steps}", 15, partial(measure, story, urls[str(steps)], urls["plain"], steps))
+        first = urls[str(story.scale.steps[0])]
+        story.step("bench.lossless", 20, lambda: lossless(first, urls["plain"], prompts, story.scale.bench_new_tokens))
+
+
+def flags(story: Story, steps: int) -> list[str]:
+    """Give SGLang's options for a drafter with so many steps, top-k 1."""
+    folder = story.work / "drafter-sglang"
+    words = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(folder)]
+    words += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"]
+    return [*words, "--speculative-num-draft-tokens", str(steps + 1)]
+
+
+def questions(story: Story) -> list[Tokens]:
+    return [one.prompt for one in read_prompts(story.data / "test.jsonl", str(story.model), story.scale.test)]
+
+
+def measure(story: Story, url: str, plain: str, steps: int) -> dict[str, Any]:
+    """Bench one draft length beside the plain server; the first length at all concurrencies."""
+    scale = story.scale
+    many = steps == scale.steps[0]
+    concurrency = ",".join(map(str, scale.concurrencies if many else scale.concurrencies[:1]))
+    found = story.hsdump(
+        *("bench", "--server", url, "--baseline", plain, "--prompts", story.data / "test.jsonl"),
+        *("--model", story.model, "--concurrency", concurrency, "--limit", scale.test if many else scale.test // 4),
+        *("--new-tokens", scale.bench_new_tokens),
+    )
+    rows, before = found["rows"], {row["concurrency"]: row for row in found["baseline"]}
+    return {"steps": steps, "rows": [with_arithmetic(row, before[row["concurrency"]]) for row in rows]}
+
+
+def with_arithmetic(row: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Say what a round costs beside a plain forward: the acceptance length from which on a drafter gains time."""
+    found = {**row, "plain_tokens_per_s": before["tokens_per_s"]}
+    found["speedup"] = round(row["tokens_per_s"] / before["tokens_per_s"], 4)
+    if row.get("acceptance_length"):
+        found["break_even_length"] = round(row["acceptance_length"] / found["speedup"], 4)
+        if row["concurrency"] == 1:
+            found["round_ms"] = round(1e3 * row["seconds"] / row["drafts"], 3)
+            found["plain_forward_ms"] = round(1e3 * before["seconds"] / before["tokens"], 3)
+    return found
+
+
+async def answers(
+    url: str, prompts: Sequence[Tokens], new_tokens: int, at_once: int, **more: Any
+) -> list[dict[str, Any]]:
+    """Have prompts answered greedily; the replies in order."""
+    slots = asyncio.Semaphore(at_once)
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+
+        async def one(ids: Tokens) -> dict[str, Any]:
+            params = {"max_new_tokens": new_tokens, "temperature": 0}
+            async with slots:
+                reply = await client.post("/generate", json={"input_ids": ids, "sampling_params": params, **more})
+            reply.raise_for_status()
+            return dict(reply.json())
+
+        return list(await asyncio.gather(*map(one, prompts)))
+
+
+def lossless(url: str, plain: str, prompts: Sequence[Tokens], new_tokens: int, at_once: int = 1) -> dict[str, Any]:
+    """Compare greedy outputs token by token; where two part, the plain server's two best logits say how near a tie it was."""
+    ours, theirs = (
+        [list(reply["output_ids"]) for reply in asyncio.run(answers(one, prompts, new_tokens, at_once))]
+        for one in (url, plain)
+    )
+    again = [list(reply["output_ids"]) for reply in asyncio.run(answers(plain, prompts, new_tokens, 16))]
+    parted = []
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if one != other:
+            place = first_difference(one, other)
+            parted.append({"prompt": number, "place": place, **two_best(plain, [*prompts[number], *other[:place]])})
+    near = [one for one in parted if one["margin"] is not None and one["margin"] <= NEAR_TIE]
+    equal = len(prompts) - len(parted)
+    return {
+        "requests": len(prompts),
+        "identical": equal,
+        "identical_share": round(equal / len(prompts), 4),
+        "differing_at_a_near_tie": len(near),
+        "differing_otherwise": len(parted) - len(near),
+        "plain_against_itself_at_16": sum(one == other for one, other in zip(theirs, again, strict=True)),
+        "parted": parted,
+    }
+
+
+def first_difference(one: Tokens, other: Tokens) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def two_best(url: str, ids: Tokens) -> dict[str, Any]:
+    """Ask for the two likeliest next tokens; their log-probabilities differ as their logits do."""
+    [reply] = asyncio.run(answers(url, [ids], 1, 1, return_logprob=True, top_logprobs_num=2))
+    best = reply["meta_info"]["output_top_logprobs"][0]
+    logits = [round(float(entry[0]), 4) for entry in best]
+    margin = round(logits[0] - logits[1], 4) if len(logits) > 1 else None
+    return {"tokens": [int(entry[1]) for entry in best], "logprobs": logits, "margin": margin}
+
+
+def evaluate(story: Story, steps: int) -> dict[str, Any]:
+    """Decode the same questions in this process, and without drafts for comparison."""
+    words = ("eval", story.drafter, "--prompts", story.data / "test.jsonl", "--model", story.model)
+    words += ("--draft-tokens", steps, "--new-tokens", story.scale.bench_new_tokens, "--limit", story.scale.test)
+    if steps == story.scale.steps[0]:
+        words += ("--store", story.store, "--untrained")
+    found = story.hsdump(*words, codes=(0, 1))
+    names = ("forced", "walked", "lossless", "differing", "near_ties", "untrained", "seconds", "command_seconds")
+    return {"steps": steps, "engine": "transformers, in one process", **{name: found[name] for name in names}}

@@ -1,0 +1,239 @@
+"""How large a story is: everything that differs between one H200, two CPU cores and a test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hsdump.draft.options import TrainOptions
+
+YARN = {"type": "yarn", "rope_type": "yarn", "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """One size of the story."""
+
+    name: str
+    model: dict[str, Any]
+    """Fields of transformers' `DeepseekV3Config`, or `LlamaConfig` with `--llama`."""
+
+    llama: dict[str, Any]
+    vocab_size: int
+    positions: int = 2048
+    text_bytes: int
+    """Of Python sources; other text is added to this, an eighth of it at most."""
+
+    held_out: float = 0.03
+    """Share of the files that neither target nor drafter sees."""
+
+    row_tokens: int
+    batch_rows: int
+    target_s: float
+    """Seconds of pre-training."""
+
+    adam_lr: float
+    learn: int
+    """Questions whose answers the drafter learns from."""
+
+    test: int
+    new_tokens: int
+    """Longest answer to learn from."""
+
+    draft_vocab: int
+    train: tuple[str, ...]
+    """Options of `hsdump train`."""
+
+    heads: tuple[str, ...] = ()
+    """Heads of the drafter, options of `hsdump train` as well."""
+
+    bench_new_tokens: int
+    concurrencies: tuple[int, ...] = (1, 4, 16)
+    steps: tuple[int, ...] = (3, 1, 2, 4, 5)
+    """Lengths of drafts; the first one is measured at all concurrencies."""
+
+    lesson_samples: int
+    lesson_prompts: int
+    lesson_new_tokens: int
+    lesson: TrainOptions
+    prove_samples: int
+    server_flags: tuple[str, ...]
+    spool_bytes: int = 1 << 30
+    in_flight: int
+    """Requests in flight when answers are generated and states extracted."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def _mla(**changes: Any) -> dict[str, Any]:
+    """Give what all sizes of the small Kimi share: one group of experts, as Kimi has it."""
+    base = {
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    }
+    return {**base, **changes}
+
+
+GPU_DECODE_GRAPHS = ("--cuda-graph-bs-decode", "1", "2", "4", "8", "16", "32", "64", "128", "256")
+
+SCALES = {
+    # 24 thin layers: decoding one token takes long enough then that a drafter's own time is small beside it. The widths of
+    # latent attention are those that SGLang's kernels on a GPU take.
+    "gpu": Scale(
+        name="gpu",
+        model=_mla(
+            hidden_size=768,
+            intermediate_size=2304,
+            moe_intermediate_size=256,
+            num_hidden_layers=24,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            q_lora_rank=384,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+        ),
+        llama={
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+        vocab_size=16384,
+        text_bytes=96 << 20,
+        row_tokens=512,
+        batch_rows=64,
+        target_s=240,
+        adam_lr=1.5e-3,
+        learn=12_000,
+        test=128,
+        new_tokens=160,
+        draft_vocab=8192,
+        train=(
+            *("--ttt-steps", "5", "--tokens", "8192", "--epochs", "40", "--max-steps", "2400", "--lr", "1e-3"),
+            *("--warmup", "100", "--validate-every", "600", "--save-every", "300", "--held-out", "0.02"),
+        ),
+        heads=("--heads", "12", "--kv-heads", "6", "--head-dim", "64"),
+        bench_new_tokens=128,
+        lesson_samples=2000,
+        lesson_prompts=8,
+        lesson_new_tokens=48,
+        lesson=TrainOptions(
+            ttt_steps=3, tokens=8192, epochs=400, max_steps=400, lr=1e-3, held_out=0.08, validate_every=400
+        ),
+        prove_samples=64,
+        server_flags=(
+            *("--moe-runner-backend", "triton", "--mem-fraction-static", "0.5", "--max-total-tokens", "200000"),
+            *GPU_DECODE_GRAPHS,
+        ),
+        spool_bytes=8 << 30,
+        in_flight=256,
+    ),
+    "cpu": Scale(
+        name="cpu",
+        model=_mla(
+            hidden_size=192,
+            intermediate_size=512,
+            moe_intermediate_size=96,
+            num_hidden_layers=12,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            q_lora_rank=96,
+            kv_lora_rank=64,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=32,
+            v_head_dim=32,
+        ),
+        llama={
+            "hidden_size": 192,
+            "intermediate_size": 416,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+        },
+        vocab_size=2048,
+        text_bytes=8 << 20,
+        row_tokens=256,
+        batch_rows=8,
+        target_s=600,
+        adam_lr=3e-3,
+        learn=320,
+        test=16,
+        new_tokens=64,
+        draft_vocab=1024,
+        train=(
+            *("--ttt-steps", "3", "--tokens", "512", "--epochs", "40", "--max-steps", "700", "--lr", "3e-3"),
+            *("--warmup", "20", "--clip", "1", "--validate-every", "350", "--save-every", "100", "--held-out", "0.08"),
+        ),
+        heads=("--heads", "3", "--kv-heads", "3", "--head-dim", "64"),
+        bench_new_tokens=48,
+        steps=(3, 1, 5),
+        lesson_samples=160,
+        lesson_prompts=8,
+        lesson_new_tokens=32,
+        lesson=TrainOptions(
+            ttt_steps=3,
+            tokens=512,
+            epochs=40,
+            max_steps=160,
+            lr=4e-3,
+            warmup=20,
+            clip=1.0,
+            held_out=0.1,
+            validate_every=160,
+        ),
+        prove_samples=32,
+        server_flags=("--sleep-on-idle", "--chunked-prefill-size", "512"),
+        in_flight=16,
+    ),
+    "test": Scale(
+        name="test",
+        model=_mla(
+            hidden_size=64,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            num_hidden_layers=6,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=16,
+            v_head_dim=16,
+        ),
+        llama={},
+        vocab_size=512,
+        positions=512,
+        text_bytes=1 << 19,
+        held_out=0.2,
+        row_tokens=64,
+        batch_rows=4,
+        target_s=2,
+        adam_lr=3e-3,
+        learn=12,
+        test=2,
+        new_tokens=12,
+        draft_vocab=256,
+        train=("--ttt-steps", "2", "--tokens", "256", "--max-steps", "4", "--epochs", "4", "--held-out", "0.2"),
+        heads=("--heads", "1", "--kv-heads", "1", "--head-dim", "64"),
+        bench_new_tokens=8,
+        steps=(2,),
+        lesson_samples=10,
+        lesson_prompts=1,
+        lesson_new_tokens=6,
+        lesson=TrainOptions(ttt_steps=2, tokens=256, max_steps=2, warmup=1, held_out=0.3, validate_every=2),
+        prove_samples=4,
+        server_flags=(),
+        in_flight=4,
+    ),
+}

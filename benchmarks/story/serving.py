@@ -1,0 +1,166 @@
+"""Second stage: the target in the real SGLang answers, its states are extracted, verified and proved, and hsdump goes.
+
+Two servers stand side by side, one with capture and one without, each idle while the other is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.serving.load import Samples, captured, ordinary
+from benchmarks.story.state import Story, afresh
+from benchmarks.story.together import together
+from hsdump.prompts.inputs import read_rows
+
+STEPS = ("serve.generate", "serve.rates", "serve.extract", "serve.verify", "serve.prove", "serve.probe")
+START_S = 130.0
+"""At most, for servers to come up."""
+
+RATE_SAMPLES = 2000
+"""Samples of a reading of the rate."""
+
+
+def serve_stage(story: Story) -> None:
+    """Answer, extract, verify, prove, detach."""
+    if story.engine == "transformers":
+        in_process(story)
+        return
+    if any(story.figures(name) is None for name in STEPS):
+        with ExitStack() as stack:
+            starts = {
+                "capture": lambda: story.serve("capture", capture=True),
+                "plain": lambda: story.serve("plain"),
+            }
+            story.need(START_S, "starting servers")
+            urls = together(stack, starts, at_once=len(starts) if story.device == "cuda" else 1)
+            with_server(story, urls["capture"], urls["plain"])
+    story.step("serve.detach", 5, lambda: detach(story))
+
+
+def with_server(story: Story, url: str, plain: str) -> None:
+    story.step("serve.generate", 20, lambda: generate(story, url))
+    story.step("serve.rates", 20, lambda: rates(story, url, plain))
+    story.step("serve.extract", 15, lambda: extract(story, url, plain))
+    story.step("serve.verify", 10, lambda: trim(story.hsdump("verify", story.store, codes=(0, 1, 2))))
+    story.step("serve.prove", 15, lambda: prove(story, story.store, url))
+    story.step("serve.probe", 15, lambda: trim(story.hsdump("probe", "--server", url, codes=(0, 1, 2))))
+
+
+def generate(story: Story, url: str) -> dict[str, Any]:
+    """Have the target answer greedily, as the bench asks it."""
+    scale = story.scale
+    found = story.hsdump(
+        *("generate", story.data / "learn.jsonl", "--server", url, "--out", story.answers, "--model", story.model),
+        *("--temperature", "0", "--max-new-tokens", scale.new_tokens, "--concurrency", scale.in_flight),
+        codes=(0, 3),
+    )
+    names = ("answers", "answer_tokens", "prompt_tokens", "finish", "failed", "seconds", "answer_tokens_per_s")
+    return {name: found[name] for name in (*names, "samples", "left_out", "command_seconds")}
+
+
+def token_rows(path: Path) -> Samples:
+    """Give the tokens of every answer, prompt included."""
+    return [np.asarray(row.value["input_ids"], dtype=np.int64) for row in read_rows(path)]
+
+
+def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
+    """Read the rate of the same tokens: a server without capture, with it, and drained through shared memory."""
+    samples = token_rows(story.answers)
+    random.Random(4).shuffle(samples)
+    some = samples[:RATE_SAMPLES]
+    flight = story.scale.in_flight
+    for one in (plain, url):  # kernels are compiled for lengths not seen before
+        ordinary(one, some[: max(4, len(some) // 8)], at_once=flight)
+    found: dict[str, list[float]] = {"plain": [], "capture_on": [], "drained": []}
+    for _ in range(2):
+        found["plain"].append(ordinary(plain, some, at_once=flight).tokens_per_s)
+        found["capture_on"].append(ordinary(url, some, at_once=flight).tokens_per_s)
+        found["drained"].append(captured(url, some, at_once=flight).tokens_per_s)
+    best = {name: round(max(values), 1) for name, values in found.items()}
+    return {
+        "samples": len(some),
+        "tokens": int(sum(map(len, some))),
+        "readings": {name: [round(value, 1) for value in values] for name, values in found.items()},
+        **{f"{name}_tokens_per_s": value for name, value in best.items()},
+        "capture_on_ratio": round(best["capture_on"] / best["plain"], 4),
+        "drained_ratio": round(best["drained"] / best["plain"], 4),
+    }
+
+
+def extract(story: Story, url: str, plain: str) -> dict[str, Any]:
+    """Extract everything to a committed store, and ask the other server for the same tokens right after."""
+    words = ("extract", story.answers, "--server", url, "--out", story.store, "--model", story.model)
+    found = story.hsdump(*words, "--concurrency", story.scale.in_flight, codes=(0, 3))
+    without = ordinary(plain, token_rows(story.answers), at_once=story.scale.in_flight).tokens_per_s
+    names = ("committed", "already_committed", "failed", "skipped", "retries", "tokens", "state_bytes", "seconds")
+    return {
+        **{name: found[name] for name in (*names, "tokens_per_s", "command_seconds")},
+        "plain_tokens_per_s": round(without, 1),
+        "ratio": round(found["tokens_per_s"] / without, 4),
+        "gb_per_s": round(found["state_bytes"] / max(found["seconds"], 1e-9) / 1e9, 3),
+        "store_bytes": sum(path.stat().st_size for path in story.store.rglob("*") if path.is_file()),
+    }
+
+
+def prove(story: Story, store: Path, url: str) -> dict[str, Any]:
+    """Prove a store against the server."""
+    words = ("prove", store, "--server", url, "--samples", story.scale.prove_samples, "--model", story.model)
+    return trim(story.hsdump(*words, codes=(0, 1, 2)))
+
+
+def detach(story: Story) -> dict[str, Any]:
+    """Leave nothing behind, and have it proved."""
+    found = story.hsdump("detach", "--python", story.target.python, codes=(0, 1, 2))
+    left = [path.name for path in Path("/dev/shm").glob("hsdump-*")]
+    return {**trim(found), "spools_left": left}
+
+
+def trim(report: dict[str, Any]) -> dict[str, Any]:
+    """Keep verdict, words and small numbers of a report."""
+    keep = ("verdict", "exit_code", "words", "samples", "tokens", "command_seconds", "counts", "states", "engine_ids")
+    keep += ("wrong_share_below", "layers_read", "undone", "proofs", "of_samples", "engine")
+    found = {name: report[name] for name in keep if name in report}
+    if len(json.dumps(found.get("states", []))) > 6000:
+        found.pop("states")
+    return found
+
+
+def in_process(story: Story) -> None:
+    """Do the same without a server: answers and states by transformers, for machines that have no SGLang."""
+    story.step("serve.generate", 10, lambda: answer_in_process(story))
+    store = ("--engine", "transformers", "--model", story.model, "--out", story.store)
+    words = ("extract", story.answers, *store)
+    keep = ("committed", "failed", "tokens", "state_bytes", "seconds", "tokens_per_s", "command_seconds")
+    story.step("serve.extract", 10, lambda: _pick(story.hsdump(*words), keep))
+    story.step("serve.verify", 5, lambda: trim(story.hsdump("verify", story.store, codes=(0, 1, 2))))
+
+
+def _pick(report: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: report[name] for name in names}
+
+
+def answer_in_process(story: Story) -> dict[str, Any]:
+    """Answer greedily with transformers."""
+    import torch
+    import transformers
+
+    from hsdump.demo.questions import BATCH, answer
+    from hsdump.draft.eval import read_prompts
+
+    walks = read_prompts(story.data / "learn.jsonl", str(story.model), None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(story.model, dtype=torch.float32).eval()
+    asked = sorted(((f"q{number}", one.prompt) for number, one in enumerate(walks)), key=lambda pair: len(pair[1]))
+    with story.answers.open("w", encoding="utf-8") as file:
+        tokens = 0
+        for start in range(0, len(asked), BATCH):
+            for row in answer(model, asked[start : start + BATCH], story.scale.new_tokens):
+                file.write(json.dumps(row) + "\n")
+                tokens += sum(row["loss_mask"])
+    return {"answers": len(asked), "answer_tokens": tokens, "engine": f"transformers {transformers.__version__}"}

@@ -1,0 +1,197 @@
+"""What a story remembers between calls: figures of steps that are done, the time that is left, how commands are run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.servers import Target, server
+from benchmarks.story.scale import Scale
+
+QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+STOP_S = 20.0
+
+
+class OutOfTime(Exception):
+    """The call's time is over; the next one goes on here."""
+
+
+class StepFailed(Exception):
+    """A command of the story failed."""
+
+
+@dataclass(kw_only=True)
+class Story:
+    """One story on one machine."""
+
+    scale: Scale
+    device: str
+    work: Path
+    """Stays between calls: everything large."""
+
+    out: Path
+    """Results and logs: small."""
+
+    target: Target
+    until_s: float
+    """`time.monotonic()` at which this call has to have ended."""
+
+    llama: bool = False
+    engine: str = "sglang"
+    """`transformers`: without a server, in one process; the states are then transformers' own."""
+
+    text: Path | None = None
+    model_path: Path | None = None
+    """A target that exists already, instead of one trained here."""
+
+    about: dict[str, Any] = field(default_factory=dict)
+    """Machine, versions, command."""
+
+    @property
+    def data(self) -> Path:
+        return self.work / "data"
+
+    @property
+    def model(self) -> Path:
+        return self.model_path or self.work / "target/model"
+
+    @property
+    def answers(self) -> Path:
+        return self.work / ("answers.parquet" if self.engine == "sglang" else "answers.jsonl")
+
+    @property
+    def store(self) -> Path:
+        return self.work / "store"
+
+    @property
+    def drafter(self) -> Path:
+        return self.work / "drafter"
+
+    def left(self) -> float:
+        """Seconds until this call has to have ended."""
+        return self.until_s - time.monotonic()
+
+    def need(self, seconds: float, what: str) -> None:
+        """Go on only where there is time for it.
+
+        Raises:
+            OutOfTime: there is not.
+        """
+        if self.left() < seconds:
+            raise OutOfTime(f"{what} needs {seconds:.0f} s, {max(self.left(), 0):.0f} s are left")
+
+    def figures(self, name: str) -> dict[str, Any] | None:
+        """Give what a step found, in this call or an earlier one."""
+        path = self.work / "done" / f"{name}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def step(self, name: str, needs_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Do something once: its figures are written when it is done, and given from there afterwards.
+
+        Raises:
+            OutOfTime: less than `needs_s` seconds are left.
+        """
+        found = self.figures(name)
+        if found is not None:
+            return found
+        self.need(needs_s, name)
+        begin = time.monotonic()
+        print(f"[{name}] begins, {self.left():.0f} s are left", flush=True)
+        found = work()
+        before = found.get("step_seconds", 0.0)
+        found["step_seconds"] = round(before + time.monotonic() - begin, 2)
+        write(self.work / "done" / f"{name}.json", found)
+        self.publish()
+        print(f"[{name}] {found['step_seconds']:.1f} s: {shorten(found)}", flush=True)
+        return found
+
+    def publish(self) -> None:
+        """Write all that is known so far to where results are kept: a call that is killed loses none of it."""
+        done = sorted((self.work / "done").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        steps = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in done}
+        write(self.out / "story.json", {**self.about, "scale": self.scale.name, "steps": steps})
+
+    def hsdump(self, *words: object, codes: tuple[int, ...] = (0,), name: str = "") -> dict[str, Any]:
+        """Run one command as a user does; its report, with `exit_code` and `command_seconds` in it.
+
+        Raises:
+            OutOfTime: it was still running when this call had to end, and was stopped as by Ctrl-C.
+            StepFailed: another exit code than those expected.
+        """
+        said = [str(word) for word in words]
+        command = [sys.executable, "-m", "hsdump.cli.main", *said, "--json"]
+        log = self.work / "logs/commands.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        begin = time.monotonic()
+        with log.open("a", encoding="utf-8") as errors:
+            errors.write(f"\n$ hsdump {' '.join(said)}\n")
+            errors.flush()
+            process = subprocess.Popen(
+                command, env={**os.environ, **QUIET}, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            )
+            try:
+                output, _ = process.communicate(timeout=max(self.left(), 1.0))
+            except subprocess.TimeoutExpired:
+                raise OutOfTime(f"hsdump {said[0]} was stopped") from None
+            finally:
+                if process.poll() is None:
+                    stop(process)
+        seconds = time.monotonic() - begin
+        if process.returncode not in codes:
+            end = log.read_text(encoding="utf-8", errors="replace")[-1500:]
+            shown = output[-1500:].decode(errors="replace")
+            raise StepFailed(f"hsdump {' '.join(said)}: exit code {process.returncode}\n{shown}\n{end}")
+        found = json.loads(output) if output.strip().startswith(b"{") else {}
+        return {**found, "exit_code": process.returncode, "command_seconds": round(seconds, 2)}
+
+    def serve(
+        self, name: str, *flags: str, capture: bool = False, layers: str = "auto"
+    ) -> AbstractContextManager[str]:
+        """Run one real SGLang with the target's weights, through `hsdump serve` or plain; gives its URL."""
+        base = ["--load-format", "auto", *self.scale.server_flags, *flags]
+        serve = None
+        if capture:
+            serve = ["--layers", layers, "--spool-bytes", str(self.scale.spool_bytes)]
+        return server(self.target, name, self.model, base, serve=serve)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a command as Ctrl-C does, and after a while for good; only its own process group."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.communicate(timeout=STOP_S)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def write(path: Path, data: Any) -> None:
+    """Write JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def shorten(found: dict[str, Any]) -> str:
+    """Show the plain figures of a step on one line."""
+    plain = {key: value for key, value in found.items() if isinstance(value, int | float | str) and key != "command"}
+    return ", ".join(f"{key} {value}" for key, value in plain.items())[:600]
+
+
+def afresh(folder: Path) -> Path:
+    """Give a folder that holds nothing of an interrupted try."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
