@@ -1,7 +1,151 @@
-"""Fifth stage (being written)."""
+"""Fifth stage: a drafter is as good as the states it learned from. Everything else is equal, and all meet true states.
 
-from benchmarks.story.state import Story
+Each drafter is measured twice against the true states: by teacher forcing on the same held-out samples of the real
+store, every position a start, and by decoding questions with the target. Its own validation, on states that are wrong
+in the same way, is there to show that training figures do not tell.
+
+Whether hsdump would have stopped it is not asserted but run: `hsdump verify`, `hsdump prove` against the server, and
+then the check with which `hsdump train` begins.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.story import serving
+from benchmarks.story.state import Story, afresh
+from benchmarks.story.together import together
+from benchmarks.train import variants
+from hsdump.draft.begin import Sources, check_store, default_vocab
+from hsdump.draft.chain import Decoding, TargetRunner, Walk
+from hsdump.draft.checkpoints import load_drafter
+from hsdump.draft.config import Widths
+from hsdump.draft.eval import decode, forced, load_target, read_prompts, summed, untrained
+from hsdump.draft.model import Drafter
+from hsdump.draft.target import Target
+from hsdump.draft.train import train
+from hsdump.errors import StoreError
+
+KINDS = (*variants.STORED[:2], *variants.COMPUTED, "prompts-only", "fp8", "half", "quarter")
+DRAFT_TOKENS = 3
+START_S = 100.0
 
 
 def lesson_stage(story: Story) -> None:
-    raise NotImplementedError
+    story.step("lesson.stores", 40, lambda: stores(story))
+    check_all(story)
+    questions = Questions(story)
+    for kind in (*KINDS, "untrained"):
+        story.step(f"lesson.{kind}", 20, partial(one_drafter, story, kind, questions))
+
+
+def folder(story: Story, kind: str) -> Path:
+    return story.work / f"lesson/store-{kind}"
+
+
+def stores(story: Story) -> dict[str, Any]:
+    """Write a store of each kind, of the same samples."""
+    shutil.rmtree(story.work / "lesson", ignore_errors=True)
+    (story.work / "lesson").mkdir(parents=True)
+    base = folder(story, "base")
+    copied = variants.some_of(story.store, base, story.scale.lesson_samples)
+    kinds = [kind for kind in KINDS if kind != "fp8"]
+    places = {kind: folder(story, kind) for kind in kinds}
+    variants.make(base, story.model, places, device=story.device, held_out=story.scale.lesson.held_out)
+    recoded = story.hsdump("store", "recode", base, "--codec", "fp8", "--out", folder(story, "fp8"))
+    for kind in KINDS:
+        shutil.copy(default_vocab(story.store), default_vocab(folder(story, kind)))
+    sizes = {
+        kind: sum(path.stat().st_size for path in folder(story, kind).rglob("*") if path.is_file()) for kind in KINDS
+    }
+    return {"samples": copied, "bytes": sizes, "recode_seconds": recoded["command_seconds"]}
+
+
+def check_all(story: Story) -> None:
+    """Have each store judged by hsdump; the server that the states are said to be of runs for it."""
+    kinds = [kind for kind in KINDS if story.figures(f"lesson.check-{kind}") is None]
+    if not kinds:
+        return
+    with ExitStack() as stack:
+        url = ""
+        if story.engine == "sglang":
+            story.need(START_S, "starting the server")
+            url = together(stack, {"judge": partial(story.serve, "judge", capture=True)}, at_once=1)["judge"]
+        for kind in kinds:
+            story.step(f"lesson.check-{kind}", 8, partial(check, story, kind, url))
+
+
+def check(story: Story, kind: str, url: str) -> dict[str, Any]:
+    """Run verify, prove where there is a server, and what training would say."""
+    path = folder(story, kind)
+    verified = serving.trim(story.hsdump("verify", path, codes=(0, 1, 2)))
+    found: dict[str, Any] = {"verify": verified["verdict"], "counts": verified.get("counts", {})}
+    if url:
+        proof = serving.prove(story, path, url)
+        found |= {"prove": proof["verdict"], "words": proof["words"][:6], "prove_states": proof.get("states", [])}
+    try:
+        check_store(path, unproved=False)
+        found["train_takes_it"] = True
+    except StoreError as error:
+        found |= {"train_takes_it": False, "refusal": error.what.replace(str(path), "STORE")}
+    return found
+
+
+class Questions:
+    """The questions to decode, the target's plain answers and the target itself, made when first needed."""
+
+    def __init__(self, story: Story) -> None:
+        self._story = story
+        self._walks: list[Walk] = []
+        self._runner: TargetRunner | None = None
+
+    def decode(self, drafter: Drafter) -> dict[str, Any]:
+        """Decode all of them with a drafter."""
+        story = self._story
+        if self._runner is None:
+            self._runner = load_target(drafter, str(story.model))
+            self._runner.model.to(story.device)
+            limit = story.scale.lesson_prompts
+            self._walks = read_prompts(story.data / "test.jsonl", str(story.model), limit)
+        again = [Walk(prompt=one.prompt, plain=one.plain) for one in self._walks]
+        how = Decoding(new_tokens=story.scale.lesson_new_tokens, draft_tokens=DRAFT_TOKENS)
+        decode(drafter, self._runner, again, how)
+        self._walks = again
+        return dict(msgspec.to_builtins(summed(again, "all")))
+
+
+def one_drafter(story: Story, kind: str, questions: Questions) -> dict[str, Any]:
+    """Train one drafter and measure it on true states."""
+    drafted = story.work / f"lesson/drafter-{kind}"
+    found: dict[str, Any] = {"kind": kind}
+    if kind == "untrained":
+        drafter = untrained(load_drafter(story.work / "lesson/drafter-sound", model=story.model)[0], Target(story.model))
+    else:
+        sources = Sources(store=folder(story, kind), out=afresh(drafted), model=str(story.model), unproved=True)
+        trained = train(sources, options(story), quiet=True)
+        found |= {"steps": trained.steps, "tokens": trained.tokens, "samples": trained.samples}
+        found["own_validation"] = trained.acceptance_length
+        drafter, _ = load_drafter(drafted, model=story.model)
+    drafter.to(story.device)
+    held_out = story.scale.lesson.held_out
+    found["forced"] = msgspec.to_builtins(
+        forced(drafter, folder(story, "base"), held_out, DRAFT_TOKENS, everything=False)
+    )
+    found["decoded"] = questions.decode(drafter)
+    if kind not in {"untrained", "sound"}:
+        shutil.rmtree(folder(story, kind), ignore_errors=True)  # room for the next ones
+    return found
+
+
+def options(story: Story) -> Any:
+    """Give the settings that all drafters share."""
+    heads = dict(zip(story.scale.heads[::2], map(int, story.scale.heads[1::2]), strict=True))
+    widths = Widths(heads=heads["--heads"], kv_heads=heads["--kv-heads"], head_dim=heads["--head-dim"])
+    attention = "dense" if (story.work / "dense-attention").exists() else "auto"
+    return msgspec.structs.replace(story.scale.lesson, device=story.device, widths=widths, attention=attention)

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from benchmarks.story.scale import Scale
-from hsdump.demo.train_target import LONGEST_BLOCK, SHORTEST_BLOCK, Exchange, chat_ids, exchanges, make_tokenizer
+
+from hsdump.demo.tokenizer import make_tokenizer
+from hsdump.demo.train_target import LONGEST_BLOCK, SHORTEST_BLOCK, Exchange, chat_ids, exchanges
 
 PROSE = ("/usr/share/common-licenses", "/usr/share/doc", "/usr/share/man")
 LONGEST_FILE = 1 << 20

@@ -83,9 +83,9 @@ def forced(
     sampler = TokenBudgetSampler(side.lengths, tokens=max(tokens, int(side.lengths.max())), seed=0)
     names = tuple(f"layer{layer}" for layer in drafter.config.layers)
     loader = make_loader(side, sampler, states=(*names, "final"), workers=0)  # type: ignore[arg-type]  # like the one it wraps
-    counted = Acceptance()
+    counted, device = Acceptance(), drafter.d2t.device
     for packed in loader:
-        batch = align(packed, drafter.config.layers, torch.device("cpu"))
+        batch = align(packed, drafter.config.layers, device)
         counted.add(*measure(drafter, batch, target.first_choices(batch.final), steps, "auto"))
     return Forced(
         samples=len(side),
