@@ -6,7 +6,7 @@ import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import torch
 from hsdump.cli.main import main
 from hsdump.demo.run import TARGET
 from hsdump.draft.acceptance import Acceptance
-from hsdump.draft.bench import acceptance, bench, parse_counters
+from hsdump.draft.bench import acceptance, bench, parse_counters, rates_of
 from hsdump.draft.chain import Decoding, Walk
 from hsdump.draft.config import DrafterConfig, Widths, new_config, rope_of
 from hsdump.draft.eval import decode, forced, load_target, summed
@@ -139,12 +139,18 @@ def test_counters_of_vllm() -> None:
 class FakeSglang(BaseHTTPRequestHandler):
     """Answers as SGLang 0.5 does, of which only the counts matter here."""
 
+    COUNTS: ClassVar[dict[str, Any]] = {
+        "completion_tokens": 10,
+        "spec_verify_ct": 4,
+        "spec_accept_histogram": [1, 1, 1, 1],
+    }
+
     def do_GET(self) -> None:
         self._send({"data": [{"id": "demo", "owned_by": "sglang"}]})
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self._send({"text": "", "meta_info": {"completion_tokens": 10, "spec_verify_ct": 4}})
+        self._send({"text": "", "meta_info": self.COUNTS})
 
     def _send(self, value: Any) -> None:
         data = json.dumps(value).encode()
@@ -170,9 +176,15 @@ def test_bench_reads_sglangs_counts(url: str) -> None:
     found = bench(url, [[1, 2], [3]], baseline=url, concurrencies=[1, 2], new_tokens=10)
     assert [row.acceptance_length for row in found.rows] == [2.5, 2.5]
     assert [row.tokens for row in found.rows] == [20, 20]
+    assert [row.per_position for row in found.rows] == [[0.75, 0.5, 0.25]] * 2
     assert set(found.speedups()) == {1, 2}
     with pytest.raises(UsageError, match="there is no prompt to ask"):
         bench(url, [])
+
+
+def test_rates_from_histograms_of_different_lengths() -> None:
+    assert rates_of([[2], [1, 0, 1]]) == [0.25, 0.25]
+    assert rates_of([]) == rates_of([[]]) == []
 
 
 def test_bench_without_a_server() -> None:

@@ -19,6 +19,9 @@ from hsdump.errors import ServerError, UsageError
 
 CONCURRENCIES = (1, 4, 16)
 
+HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+"""What releases of SGLang call it: rounds by how many tokens of the draft were taken."""
+
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """One server at one concurrency."""
@@ -89,7 +92,12 @@ class Server:
         reply = await client.post(f"{self.url}/generate", json=body, headers=self._headers)
         reply.raise_for_status()
         meta = reply.json()["meta_info"]
-        return {"tokens": int(meta["completion_tokens"]), "verify": int(meta.get("spec_verify_ct") or 0)}
+        histogram = next((meta[name] for name in HISTOGRAMS if meta.get(name)), [])
+        return {
+            "tokens": int(meta["completion_tokens"]),
+            "verify": int(meta.get("spec_verify_ct") or 0),
+            "histogram": [int(count) for count in histogram],
+        }
 
     def counters(self) -> dict[str, float]:
         """Read vLLM's counters of drafts; empty for SGLang, whose answers carry them."""
@@ -116,6 +124,14 @@ def acceptance(before: dict[str, float], after: dict[str, float]) -> tuple[float
     return 1.0 + sum(taken) / drafts, [count / drafts for count in taken], int(drafts)
 
 
+def rates_of(histograms: Sequence[Sequence[int]]) -> list[float]:
+    """Give the share of rounds in which the token at each place was taken, from SGLang's histograms of answers."""
+    longest = max((len(one) for one in histograms), default=0)
+    rounds = [sum(one[taken] for one in histograms if taken < len(one)) for taken in range(longest)]
+    total = sum(rounds)
+    return [sum(rounds[place:]) / total for place in range(1, longest)] if total else []
+
+
 async def _measure(server: Server, prompts: Sequence[Sequence[int]], concurrency: int, new_tokens: int) -> Speed:
     before, slots = server.counters(), asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency)
@@ -137,6 +153,7 @@ async def _measure(server: Server, prompts: Sequence[Sequence[int]], concurrency
     verified = sum(reply.get("verify", 0) for reply in good)
     if server.engine == "sglang" and verified:
         length, drafts = tokens / verified, verified
+        rates = rates_of([reply["histogram"] for reply in good])
     return Speed(
         concurrency=concurrency,
         requests=len(prompts),
