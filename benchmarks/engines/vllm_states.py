@@ -11,7 +11,10 @@ import argparse
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
+
+WRITTEN_WITHIN_S = 60
 
 
 def main() -> None:
@@ -48,7 +51,12 @@ def main() -> None:
         prompts = [{"prompt_token_ids": ids} for ids in json.loads(options.prompts.read_text())]
         found = {}
         for number, answer in enumerate(llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0))):
-            saved = load_file(answer.kv_transfer_params["hidden_states_path"])
+            path = Path(answer.kv_transfer_params["hidden_states_path"])
+            began_s = time.monotonic()
+            while not path.exists() and time.monotonic() - began_s < WRITTEN_WITHIN_S:
+                time.sleep(0.1)
+            time.sleep(0.2)  # it is written by another thread, and renamed by nobody
+            saved = load_file(path)
             found[str(number)] = saved["hidden_states"].contiguous()
         save_file(found, options.out)
 

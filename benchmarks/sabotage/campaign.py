@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import re
 import shutil
 import tempfile
 import time
@@ -235,7 +234,7 @@ def _sabotaged(
 def _once(folder: Path, name: str, judge: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Judge, or read what was judged before this campaign was ended."""
     folder.mkdir(exist_ok=True)
-    path = folder / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.json"
+    path = folder / f"{name}.json"
     if not path.exists():
         started = time.monotonic()
         found = judge()

@@ -231,13 +231,17 @@ def test_compare_says_what_is_different(tmp_path: Path) -> None:
         assert report.exit_code == (1 if report.verdict != "same" else 0)
         return report.words
 
-    assert changed("same", lambda _at, s: s)[0].startswith("the same up to rounding")
+    assert changed("copied", lambda _at, s: s)[0].startswith("the same bit for bit")
+    rounded = changed("same", lambda _at, s: [x ^ 1 for x in s])
+    assert rounded[0].startswith("the same up to rounding")
     assert changed("order", lambda _at, s: (s[1], s[0], s[2]))[0].startswith("layer2 of A is layer4 of B")
     moved = changed("moved", lambda at, s: [np.roll(x, 2, axis=0) for x in s] if at == 3 else s)
     assert moved[0].startswith("1 of 5 samples differ by more than rounding")
     assert moved[1].startswith("rows were moved: rows 2..39 are rows 0..37 of the other capture (sample ")
     everywhere = changed("everywhere", lambda _at, s: [np.roll(x, 2, axis=0) for x in s])
     assert everywhere[-1] == "rows were moved: rows 2..39 are rows 0..37 of the other capture (final)"
+    nan = changed("nan", lambda at, s: [np.where(np.arange(x.size).reshape(x.shape) == at, 0x7FC0, x) for x in s])
+    assert nan[0] == "layer2 of A holds NaN or infinity in 5 of 200 rows"
 
 
 def test_compare_as_a_command_with_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +254,7 @@ def test_compare_as_a_command_with_a_page(tmp_path: Path, capsys: pytest.Capture
     assert report["facts"] == ["engine_version: A '0.5.23', B '0.5.11'"]
     assert "Which state of B" in page.read_text(encoding="utf-8")
     assert main(["compare", str(one), str(other)]) == 0
-    assert "the same up to rounding" in capsys.readouterr().out
+    assert "the same bit for bit" in capsys.readouterr().out
     assert main(["compare", str(one), str(other), "--html", str(tmp_path / "no" / "page.html")]) == 64
     assert "cannot be written" in capsys.readouterr().err
 

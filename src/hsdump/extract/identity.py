@@ -6,6 +6,9 @@ from pathlib import Path
 
 from hsdump.arrays import xxh3
 
+UNKNOWN = "unknown"
+"""The digest of a model that cannot be read from here."""
+
 PROBES = 16
 PROBE_BYTES = 4096
 
@@ -22,7 +25,7 @@ def model_digest(model_path: str) -> str:
     folder = Path(model_path)
     config = folder / "config.json"
     if not config.is_file():
-        return "unknown"
+        return UNKNOWN
     parts: list[bytes] = [config.read_bytes()]
     weights = sorted(path for pattern in ("*.safetensors", "*.bin", "*.gguf") for path in folder.glob(pattern))
     for path in weights:

@@ -75,6 +75,16 @@ class Head:
         self.width = checkpoint.places[name].shape[1]
         self._norm: FinalNorm | None = None
 
+    def check_width(self, hidden_size: int) -> None:
+        """Refuse states that this head cannot read.
+
+        Raises:
+            InputError: they are of another width.
+        """
+        if self.width != hidden_size:
+            what = f"the head of {self._checkpoint.folder} reads states of width {self.width}, these are {hidden_size}"
+            raise InputError(f"{what}: it is another model's checkpoint", FIX)
+
     def post_norm(self, state_RH: StateArray, dtype: str, final_state: str) -> StateArray:
         """Bring a final state to what the head reads: the checkpoint's norm, where it was stored before it.
 

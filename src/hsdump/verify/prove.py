@@ -20,10 +20,11 @@ import msgspec
 import numpy as np
 
 from hsdump._version import __version__
-from hsdump.arrays import to_float32
+from hsdump.arrays import StateArray, to_float32
 from hsdump.errors import InputError
-from hsdump.extract.identity import model_digest
-from hsdump.layers import FINAL
+from hsdump.extract.identity import UNKNOWN, model_digest
+from hsdump.layers import FINAL, FINAL_PRE_NORM
+from hsdump.schema import StateShape
 from hsdump.store.manifest import Manifest
 from hsdump.store.reader import Store, StoredSample
 from hsdump.verify.checkpoint import Checkpoint
@@ -32,6 +33,7 @@ from hsdump.verify.differ import Differ, Pair, SampleDiff, StateDiff, explain
 from hsdump.verify.head import Head
 from hsdump.verify.logits import LogitsReport, check_logits
 from hsdump.verify.proof_file import PROOF_NAME, store_digest
+from hsdump.verify.rows import Wide
 from hsdump.verify.texts import TextChecker, TextReport
 from hsdump.verify.witness import Answer, Witness
 
@@ -108,7 +110,7 @@ def prove_store(
         answers = asyncio.run(witness.ask_all(asked, lambda: tick(1, 0)))
         model = options.model or str(witness.facts["model_path"])
         prover = Prover(store.manifest, model, template_of(witness.facts) if options.text else None, text=options.text)
-        report = prover.judge(store.__getitem__, answers)
+        report = prover.judge(store.__getitem__, answers, witness.info.shape if witness.info else None)
         report.unanswered = witness.failures
         report.of_samples = len(store)
         if len(keys) < len(chosen):
@@ -152,8 +154,9 @@ class Prover:
         self._head: Head | None = None
         try:
             self._head = Head(Checkpoint(model), manifest.vocab_size)
+            self._head.check_width(manifest.hidden_size)
         except InputError as error:
-            self._cannot = error.what
+            self._head, self._cannot = None, error.what
         self._texts, self._no_texts = None, None
         if text:
             try:
@@ -161,11 +164,14 @@ class Prover:
             except InputError as error:
                 self._no_texts = error.what
 
-    def judge(self, load: Callable[[str], StoredSample], answers: Mapping[str, Answer]) -> ProofReport:
+    def judge(
+        self, load: Callable[[str], StoredSample], answers: Mapping[str, Answer], served: StateShape | None = None
+    ) -> ProofReport:
         """Look at all samples that have an answer.
 
         Args:
             load: gives the store's sample of a key.
+            served: of the answers' states; None: as the store's.
         """
         report = ProofReport(samples=len(answers), proved_keys=list(answers), model=self._model)
         report.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -177,9 +183,12 @@ class Prover:
         report.tokens = sum(sample.num_tokens for sample in samples.values())
         problems: list[str] = []
         self._judge_logits(report, samples, answers, problems)
-        self._judge_states(report, samples, answers, problems)
+        self._judge_states(report, samples, answers, served or self._manifest.shape, problems)
         self._judge_text(report, samples, problems)
         report.words = problems + report.words
+        digests = {report.model_digest, self._manifest.model_digest}
+        if len(digests - {UNKNOWN}) == 2:
+            report.words.append(f"{self._model} is not byte for byte the checkpoint that the store names as its model")
         if problems:
             report.verdict = NOT_PROVED
         elif report.logits is not None:
@@ -216,18 +225,22 @@ class Prover:
         report: ProofReport,
         samples: Mapping[str, StoredSample],
         answers: Mapping[str, Answer],
+        served: StateShape,
         problems: list[str],
     ) -> None:
+        stored = self._manifest.shape
+        if served.hidden_size != stored.hidden_size:
+            what = f"the server's states are {served.hidden_size} wide, the store's {stored.hidden_size}: another model"
+            problems.append(what)
+            return
         differ = Differ(self._manifest.model_class, ("the store", "the server"))
-        dtype = self._manifest.dtype
 
         def load(key: str) -> Pair:
-            given = answers[key].states or {}
             return Pair(
                 key=key,
                 source=samples[key].source,
-                found={name: to_float32(state, dtype) for name, state in samples[key].states.items()},
-                expected={name: to_float32(state, dtype) for name, state in given.items()},
+                found=_by_meaning(samples[key].states, stored),
+                expected=_by_meaning(answers[key].states or {}, served),
                 learned=samples[key].loss_mask.astype(np.bool_),
             )
 
@@ -236,7 +249,7 @@ class Prover:
                 differ.add(load(key))
         if not differ.samples or not differ.common:
             return
-        missing = sorted(set(self._manifest.shape.names) - set(differ.common))
+        missing = sorted({_meaning(name, stored) for name in stored.names} - set(differ.common))
         if missing:
             report.states_unknown = f"the server does not capture {', '.join(missing)}"
         report.states = differ.states()
@@ -264,6 +277,15 @@ class Prover:
                 report.text.digests.append(f"{name}: the store has {mine}, the served model {served}")
         problems += report.text.problems
         report.words += report.text.digests
+
+
+def _by_meaning(states: Mapping[str, StateArray], shape: StateShape) -> dict[str, Wide]:
+    return {_meaning(name, shape): to_float32(state, shape.dtype) for name, state in states.items()}
+
+
+def _meaning(name: str, shape: StateShape) -> str:
+    """Name a state so that one from before the norm is never held against one from behind it."""
+    return FINAL_PRE_NORM if name == FINAL and shape.final_state == "pre_norm" else name
 
 
 def template_of(facts: Mapping[str, Any]) -> str | None:
