@@ -15,7 +15,7 @@ import tokenizers
 import torch
 import transformers
 
-from hsdump.demo import tiny_model
+from hsdump.demo import tiny_model, tokenizer
 from hsdump.demo.tiny_model import Architecture, make_tiny_model
 
 CACHE = Path(__file__).parents[1] / ".cache/models"
@@ -33,7 +33,7 @@ def tiny_model_path(architecture: Architecture) -> Path:
 
 def _version() -> str:
     """Name everything that the bytes of a model depend on: its recipe and the releases that carry it out."""
-    recipe = Path(str(tiny_model.__file__)).read_bytes()
+    recipe = b"".join(Path(str(module.__file__)).read_bytes() for module in (tiny_model, tokenizer))
     releases = (torch.__version__, transformers.__version__, tokenizers.__version__, platform.python_version())
     return hashlib.sha256(recipe + repr(releases).encode()).hexdigest()[:12]
 

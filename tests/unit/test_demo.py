@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hsdump._version import __version__
-from hsdump.demo import run, train_target
+from hsdump.demo import run, tokenizer, train_target
 from hsdump.demo.run import MARKER, PROMPTS, Demo, Places, main
 from hsdump.errors import UsageError
 from hsdump.store import Store
@@ -132,7 +132,7 @@ def test_the_target_is_small_and_made_by_its_script() -> None:
     assert config["num_hidden_layers"] >= 8
     log = (run.TARGET / "training.log").read_text()
     assert "held-out loss" in log
-    assert (run.TARGET / "chat_template.jinja").read_text() == train_target.CHAT_TEMPLATE
+    assert (run.TARGET / "chat_template.jinja").read_text() == tokenizer.CHAT_TEMPLATE
 
 
 def test_questions_to_test_with_come_from_files_that_nobody_learned_from() -> None:

@@ -7,13 +7,14 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import typer
 
 from hsdump.engines.base import Engine
 from hsdump.engines.collector import CollectorEngine
-from hsdump.extract.display import Display, greeting
+from hsdump.extract.display import greeting, live_panel, say_event
 from hsdump.extract.driver import Driver
 from hsdump.extract.events import Events, JsonLog
 from hsdump.extract.heartbeat import Heartbeat
@@ -21,6 +22,7 @@ from hsdump.extract.plan import ExtractOptions, make_plan
 from hsdump.extract.prometheus import serve_metrics
 from hsdump.extract.session import begin_collecting, limits_of, make_session, shake_hands
 from hsdump.extract.state import RunState
+from hsdump.live import LivePanel
 
 PROGRESS_EVERY = 5
 """Seconds between two `progress` events."""
@@ -57,8 +59,8 @@ async def run_session(engines: dict[str, Engine], options: ExtractOptions, watch
         fleet = session.fleet
         stop_on_signals(session.driver)
         with ExitStack() as stack:
-            display = Display(session.state, quiet=watch.quiet)
-            events.listeners.append(display.on_event)
+            display = live_panel(session.state, quiet=watch.quiet)
+            events.listeners.append(partial(say_event, display))
             if watch.json_log is not None:
                 log = JsonLog(watch.json_log)
                 stack.callback(log.close)
@@ -96,7 +98,7 @@ def stop_on_signals(driver: Driver) -> None:
         loop.add_signal_handler(number, on_signal)
 
 
-async def _tick(display: Display, beat: Callable[[], None], events: Events, state: RunState) -> None:
+async def _tick(display: LivePanel, beat: Callable[[], None], events: Events, state: RunState) -> None:
     seconds = 0
     while True:
         await asyncio.sleep(1.0)

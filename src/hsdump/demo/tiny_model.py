@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from hsdump.demo.tokenizer import END_ID, PAD_ID, make_tokenizer
+
 Architecture = Literal["llama", "qwen3", "dsv3"]
 
 VOCAB_SIZE = 2048
@@ -22,21 +24,6 @@ HIDDEN_SIZE = 256
 NUM_LAYERS = 8
 NUM_LAYERS_DSV3 = 6
 MAX_POSITIONS = 4096
-
-_PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-_PAD_ID, _END_ID = 0, 2
-
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{%- if message['role'] == 'assistant' -%}"
-    "{%- generation -%}{{ message['content'] + '<|im_end|>' }}{%- endgeneration -%}"
-    "{%- else -%}{{ message['content'] + '<|im_end|>' }}{%- endif -%}"
-    "{{ '\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
-)
-"""ChatML-like; the generation spans mark what the model writes itself: its words and the token that ends its turn."""
 
 _NUM_CORPUS_FILES = 60
 _SENTENCES = (
@@ -108,7 +95,7 @@ def make_tiny_model(folder: Path, architecture: Architecture, *, seed: int = 0) 
     from transformers import set_seed
 
     folder.mkdir(parents=True, exist_ok=True)
-    _make_tokenizer().save_pretrained(folder)
+    make_tokenizer(_corpus(), VOCAB_SIZE, MAX_POSITIONS).save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         set_seed(seed)
         model = _make_model(architecture)
@@ -117,31 +104,6 @@ def make_tiny_model(folder: Path, architecture: Architecture, *, seed: int = 0) 
     if architecture == "dsv3":
         _add_to_config(folder / "config.json", _DSV3_KEYS_FOR_SGLANG)
     return folder
-
-
-def _make_tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[_PAD, _START, _END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_corpus(), trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=_END,
-        pad_token=_PAD,
-        model_max_length=MAX_POSITIONS,
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
 
 
 def _corpus() -> Iterator[str]:
@@ -160,9 +122,9 @@ def _make_model(architecture: Architecture) -> Any:
         "hidden_size": HIDDEN_SIZE,
         "num_attention_heads": 4,
         "max_position_embeddings": MAX_POSITIONS,
-        "pad_token_id": _PAD_ID,
+        "pad_token_id": PAD_ID,
         "bos_token_id": None,
-        "eos_token_id": _END_ID,
+        "eos_token_id": END_ID,
         "tie_word_embeddings": False,
     }
     dense = {"num_hidden_layers": NUM_LAYERS, "intermediate_size": 704, "num_key_value_heads": 2, "head_dim": 64}

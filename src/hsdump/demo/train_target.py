@@ -27,21 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hsdump.demo.tokenizer import END, START, make_tokenizer
+
 VOCAB_SIZE: Final = 2048
 MAX_POSITIONS: Final = 1024
 ROW_TOKENS: Final = 512
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-
-CHAT_TEMPLATE: Final = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{%- if message['role'] == 'assistant' -%}"
-    "{%- generation -%}{{ message['content'] + '<|im_end|>' }}{%- endgeneration -%}"
-    "{%- else -%}{{ message['content'] + '<|im_end|>' }}{%- endif -%}"
-    "{{ '\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
-)
 
 HELD_OUT: Final = frozenset(
     (
@@ -108,32 +98,6 @@ def _blocks(text: str) -> Iterator[str]:
                 piece = body[start : start + LONGEST_BLOCK]
                 if len(piece) >= SHORTEST_BLOCK:
                     yield "\n".join(piece)
-
-
-def make_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE, positions: int = MAX_POSITIONS) -> Any:
-    """Learn a byte-level BPE: it takes any text, and code best."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, START, END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        model_max_length=positions,
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
 
 
 def make_model(seed: int) -> Any:
@@ -253,7 +217,7 @@ def train(folder: Path, *, minutes: float, batch: int, seed: int) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     learned = list(exchanges(library_files(held_out=False), seed))
     unseen = list(exchanges(library_files(held_out=True), seed))
-    tokenizer = make_tokenizer([f"{exchange.head}\n{exchange.rest}" for exchange in learned])
+    tokenizer = make_tokenizer([f"{exchange.head}\n{exchange.rest}" for exchange in learned], VOCAB_SIZE, MAX_POSITIONS)
     tokenizer.save_pretrained(folder)
     documents = chat_ids(tokenizer, learned)
     unseen_rows = rows_of(chat_ids(tokenizer, unseen), seed)[:24]

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.filesize import decimal
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from hsdump.extract.state import RunState
+from hsdump.live import LivePanel, Views
 from hsdump.schema import EngineInfo
-
-LOG_EVERY_S = 30.0
 
 LISTED = 20
 """Failures that the summary names."""
@@ -27,62 +21,34 @@ LISTED = 20
 SAID_AT_ONCE = frozenset({"server-away", "server-back", "server-refused", "stopped"})
 
 
-class Display:
-    """A live panel on a terminal, a line now and then elsewhere."""
+def live_panel(state: RunState, *, quiet: bool = False) -> LivePanel:
+    """Show how far the run is, until the end of its `shown` block."""
+    return LivePanel(Views(panel=lambda: panel(state), line=lambda: status_line(state)), quiet=quiet)
 
-    def __init__(self, state: RunState, *, quiet: bool = False) -> None:
-        self._state = state
-        self._console = Console(stderr=True)
-        self._live: Live | None = None
-        self._quiet = quiet
-        self._next_line_s = time.monotonic() + LOG_EVERY_S
-        if self._console.is_terminal and not quiet:
-            self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True)
 
-    @contextmanager
-    def shown(self) -> Iterator[Display]:
-        """Show the panel while the body runs."""
-        if self._live is None:
-            yield self
-            return
-        with self._live:
-            yield self
+def say_event(shown: LivePanel, kind: str, facts: dict[str, Any]) -> None:
+    """Say at once what a person has to know."""
+    if kind in SAID_AT_ONCE:
+        shown.say(f"hsdump: {kind}: {', '.join(str(value) for value in facts.values())}")
 
-    def tick(self) -> None:
-        """Print a line when it is time for one and there is no terminal."""
-        if self._live is None and not self._quiet and time.monotonic() > self._next_line_s:
-            self._next_line_s = time.monotonic() + LOG_EVERY_S
-            sys.stderr.write(status_line(self._state) + "\n")
 
-    def on_event(self, kind: str, facts: dict[str, Any]) -> None:
-        """Say at once what a person has to know, above the panel or as a line of the log."""
-        if self._quiet or kind not in SAID_AT_ONCE:
-            return
-        text = f"hsdump: {kind}: {', '.join(str(value) for value in facts.values())}"
-        if self._live is not None:
-            self._live.console.print(Text(text, style="yellow"))
-        else:
-            sys.stderr.write(text + "\n")
-
-    def _panel(self) -> RenderableType:
-        state = self._state
-        table = Table.grid(padding=(0, 2))
-        table.add_row(
-            "samples", f"{state.committed} committed, {state.in_flight} in flight, {_total(state)} read so far"
-        )
-        table.add_row("tokens", f"{state.tokens:,} at {_rate(state):,.0f}/s")
-        table.add_row("written", f"{decimal(state.state_bytes)} at {decimal(int(state.state_bytes / state.seconds))}/s")
-        table.add_row("left", _eta(state))
-        if state.disk_free is not None:
-            table.add_row("disk", f"{decimal(state.disk_free)} free")
-        total = None if state.to_do is None else max(state.finished + state.to_do, 1)
-        bar = Table.grid()  # alone, a bar ends without a new line
-        bar.add_row(ProgressBar(total=total, completed=state.finished, width=60))
-        rows: list[RenderableType] = [bar, table]
-        rows.append(_servers(state))
-        if state.failed or state.skipped:
-            rows.append(Text(_reasons(state), style="yellow"))
-        return Group(*rows)
+def panel(state: RunState) -> RenderableType:
+    """Draw everything about the run that changes."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row("samples", f"{state.committed} committed, {state.in_flight} in flight, {_total(state)} read so far")
+    table.add_row("tokens", f"{state.tokens:,} at {_rate(state):,.0f}/s")
+    table.add_row("written", f"{decimal(state.state_bytes)} at {decimal(int(state.state_bytes / state.seconds))}/s")
+    table.add_row("left", _eta(state))
+    if state.disk_free is not None:
+        table.add_row("disk", f"{decimal(state.disk_free)} free")
+    total = None if state.to_do is None else max(state.finished + state.to_do, 1)
+    bar = Table.grid()  # alone, a bar ends without a new line
+    bar.add_row(ProgressBar(total=total, completed=state.finished, width=60))
+    rows: list[RenderableType] = [bar, table]
+    rows.append(_servers(state))
+    if state.failed or state.skipped:
+        rows.append(Text(_reasons(state), style="yellow"))
+    return Group(*rows)
 
 
 def _servers(state: RunState) -> RenderableType:

@@ -2,61 +2,34 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from hsdump.generate.state import GenerateState
+from hsdump.live import LivePanel, Views
 
-LOG_EVERY_S = 30.0
+
+def live_panel(state: GenerateState, *, quiet: bool = False) -> LivePanel:
+    """Show how far the answers are, until the end of its `shown` block."""
+    return LivePanel(Views(panel=lambda: panel(state), line=lambda: status_line(state)), quiet=quiet)
 
 
-class Display:
-    """A live panel on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, state: GenerateState, *, quiet: bool = False) -> None:
-        self._state, self._quiet = state, quiet
-        self._console = Console(stderr=True)
-        self._live: Live | None = None
-        self._next_line_s = time.monotonic() + LOG_EVERY_S
-        if self._console.is_terminal and not quiet:
-            self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True)
-
-    @contextmanager
-    def shown(self) -> Iterator[Display]:
-        """Show the panel while the body runs."""
-        if self._live is None:
-            yield self
-            return
-        with self._live:
-            yield self
-
-    def tick(self) -> None:
-        """Print a line when it is time for one and there is no terminal."""
-        if self._live is None and not self._quiet and time.monotonic() > self._next_line_s:
-            self._next_line_s = time.monotonic() + LOG_EVERY_S
-            sys.stderr.write(status_line(self._state) + "\n")
-
-    def _panel(self) -> RenderableType:
-        state = self._state
-        table = Table.grid(padding=(0, 2))
-        table.add_row("conversations", f"{state.done} done, {state.in_flight} in flight, {_of(state)}")
-        table.add_row("answers", f"{state.answers} with {state.answer_tokens:,} tokens, {_rates(state)}")
-        table.add_row("ended by", _counts(state.finish))
-        table.add_row("left", _eta(state))
-        bar = ProgressBar(total=state.total, completed=state.closed, width=60)
-        rows: list[RenderableType] = [bar, table]
-        if state.failed or state.skipped:
-            rows.append(Text(_counts(state.failed + state.skipped), style="yellow"))
-        return Group(*rows)
+def panel(state: GenerateState) -> RenderableType:
+    """Draw everything about the run that changes."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row("conversations", f"{state.done} done, {state.in_flight} in flight, {_of(state)}")
+    table.add_row("answers", f"{state.answers} with {state.answer_tokens:,} tokens, {_rates(state)}")
+    table.add_row("ended by", _counts(state.finish))
+    table.add_row("left", _eta(state))
+    bar = ProgressBar(total=state.total, completed=state.closed, width=60)
+    rows: list[RenderableType] = [bar, table]
+    if state.failed or state.skipped:
+        rows.append(Text(_counts(state.failed + state.skipped), style="yellow"))
+    return Group(*rows)
 
 
 def status_line(state: GenerateState) -> str:

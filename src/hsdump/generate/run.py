@@ -14,13 +14,14 @@ import msgspec
 
 from hsdump._version import __version__
 from hsdump.errors import InputError
-from hsdump.generate.display import Display
+from hsdump.generate.display import live_panel
 from hsdump.generate.driver import Generator
 from hsdump.generate.journal import Journal
 from hsdump.generate.making import write_samples
 from hsdump.generate.options import GenerateOptions
 from hsdump.generate.server import AnswerServer, Served
 from hsdump.generate.state import GenerateState
+from hsdump.live import LivePanel
 from hsdump.prompts import Renderer
 from hsdump.prompts.inputs import check_input
 
@@ -82,7 +83,7 @@ async def _run(options: GenerateOptions, place: Place, *, quiet: bool, say: Call
         try:
             generator = Generator(server, renderer, options, journal, state)
             _stop_on_signals(generator)
-            with Display(state, quiet=quiet).shown() as display:
+            with live_panel(state, quiet=quiet).shown() as display:
                 ticker = asyncio.create_task(_tick(display))
                 try:
                     await generator.run()
@@ -122,7 +123,7 @@ def _stop_on_signals(generator: Generator) -> None:
         loop.add_signal_handler(number, on_signal)
 
 
-async def _tick(display: Display) -> None:
+async def _tick(display: LivePanel) -> None:
     while True:
         await asyncio.sleep(1.0)
         display.tick()
