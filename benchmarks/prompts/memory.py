@@ -27,14 +27,14 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def conversations(count: int, seed: int = 11) -> Iterator[str]:
-    """Give rows of one or two exchanges, 10 to 60 words each, one JSON line a row."""
+    """Give rows of one or two exchanges, messages of 5 to 25 words, one JSON line a row."""
     draw = random.Random(seed)
     for number in range(count):
         messages = []
-        for _ in range(draw.randint(1, 2)):
+        for _ in range(draw.choice((1, 1, 1, 2))):
             messages += [
-                {"role": "user", "content": f"{number} " + " ".join(draw.choices(WORDS, k=draw.randint(10, 30)))},
-                {"role": "assistant", "content": " ".join(draw.choices(WORDS, k=draw.randint(10, 60)))},
+                {"role": "user", "content": f"{number} " + " ".join(draw.choices(WORDS, k=draw.randint(5, 15)))},
+                {"role": "assistant", "content": " ".join(draw.choices(WORDS, k=draw.randint(5, 25)))},
             ]
         yield json.dumps({"messages": messages}, ensure_ascii=False) + "\n"
 
