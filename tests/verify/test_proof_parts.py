@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from hsdump.arrays import to_float32
 from hsdump.cli.main import main
 from hsdump.errors import InputError
 from hsdump.schema import EngineInfo, StateShape
@@ -137,10 +138,22 @@ def test_a_norm_between_two_states_is_recognized() -> None:
 def test_states_that_went_through_float16_are_told_from_bfloat16() -> None:
     values = np.random.default_rng(0).standard_normal((2000, 256)).astype(np.float32) * 0.02
     clean, rounded = GridEvidence(), GridEvidence()
-    clean.add(from_float32(values, "bfloat16"))
-    rounded.add(from_float32(values.astype(np.float16).astype(np.float32), "bfloat16"))
+    clean.add("final", from_float32(values, "bfloat16"))
+    rounded.add("final", from_float32(values.astype(np.float16).astype(np.float32), "bfloat16"))
     assert not clean.is_float16
     assert rounded.is_float16
+    assert rounded.is_float16_beside(clean)
+    assert not clean.is_float16_beside(rounded)
+
+
+def test_differences_of_larger_values_are_not_taken_for_float16() -> None:
+    """What a residual stream's tiniest values mostly are: few bits, on float16's grid and coarser ones."""
+    rng = np.random.default_rng(0)
+    one, other = (from_float32(rng.standard_normal((9000, 256)).astype(np.float32) * 0.004, "bfloat16") for _ in "ab")
+    sums = GridEvidence()
+    sums.add("layer1", from_float32(to_float32(one, "bfloat16") + to_float32(other, "bfloat16"), "bfloat16"))
+    assert sums.tiny > 40, "enough to be taken in, were all their bits believed in"
+    assert not sums.is_float16
 
 
 def probe(

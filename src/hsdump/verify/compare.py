@@ -68,14 +68,16 @@ class _Both:
     def load(self, key: str) -> Pair:
         one, other = self.a[key], self.b[self.pairs[key]]
         dtype_a, dtype_b = self.a.manifest.dtype, self.b.manifest.dtype
+        states_a = {self._names_a.get(name, name): state for name, state in one.states.items()}
+        states_b = {self._names_b.get(name, name): state for name, state in other.states.items()}
+        exact = dtype_a == dtype_b == "bfloat16" and "fp8" not in (self.a.manifest.codec, self.b.manifest.codec)
         return Pair(
             key=key,
             source=one.source,
-            found={self._names_a.get(name, name): to_float32(state, dtype_a) for name, state in one.states.items()},
-            expected={
-                self._names_b.get(name, name): to_float32(state, dtype_b) for name, state in other.states.items()
-            },
+            found={name: to_float32(state, dtype_a) for name, state in states_a.items()},
+            expected={name: to_float32(state, dtype_b) for name, state in states_b.items()},
             learned=one.loss_mask.astype(np.bool_),
+            bits=(states_a, states_b) if exact else None,
         )
 
 
@@ -135,7 +137,7 @@ def fill_report(report: CompareReport, differ: Differ, load: Callable[[str], Pai
 
 def judge(states: Sequence[StateDiff], off: Sequence[SampleDiff], off_count: int, differ: Differ) -> list[str]:
     """Say what differs, in sentences; none when nothing does."""
-    words = differ.not_finite()
+    words = differ.not_finite() + differ.rounded()
     one, other = differ.sides
     for diff in states:
         typical = differ.typical(diff.state)

@@ -14,7 +14,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hsdump.arrays import StateArray
 from hsdump.layers import FINAL
+from hsdump.verify.grid import GridEvidence
 from hsdump.verify.rows import (
     RUN,
     SAME_ROW,
@@ -114,6 +116,9 @@ class Pair:
     learned: NDArray[np.bool_]
     """[S] rows of learned tokens."""
 
+    bits: tuple[Mapping[str, StateArray], Mapping[str, StateArray]] | None = None
+    """Both sides as they are stored, where both are bfloat16 without loss."""
+
 
 @dataclass(slots=True)
 class _State:
@@ -141,6 +146,7 @@ class Differ:
         self._states: dict[str, _State] = {}
         self._matches: dict[tuple[str, str], list[NDArray[np.float32]]] = {}
         self._norm_apart: list[bool] = []
+        self._grids = (GridEvidence(), GridEvidence())
 
     def add(self, pair: Pair) -> None:
         """Take one sample. Rows beyond the shorter side are counted as off by the caller's lengths check."""
@@ -161,6 +167,10 @@ class Differ:
                 state.size += float(np.square(expected_SH, dtype=np.float64).sum())
         if FINAL in pair.found and FINAL in pair.expected:
             self._norm_apart.append(norm_apart(pair.found[FINAL], pair.expected[FINAL]))
+        for grid, states in zip(self._grids, pair.bits or (), strict=False):
+            for name, state_SH in states.items():
+                if name in pair.found and name in pair.expected:
+                    grid.add(name, state_SH)
         self._match(pair)
 
     def _match(self, pair: Pair) -> None:
@@ -192,6 +202,18 @@ class Differ:
             for side, rows in zip(self.sides, state.not_finite, strict=True)
             if rows
         ]
+
+    def rounded(self) -> list[str]:
+        """Say which side went through float16 while the other did not."""
+        found = []
+        for mine, others in ((0, 1), (1, 0)):
+            grid, other = self._grids[mine], self._grids[others]
+            if grid.is_float16_beside(other):
+                found.append(
+                    f"the states of {self.sides[mine]} were rounded to float16 on their way: none of their {grid.tiny} "
+                    f"tiniest values lies off its grid, {other.off_grid} of {self.sides[others]} do"
+                )
+        return found
 
     def is_norm_apart(self) -> bool:
         """Tell whether the final states are one before and one after the norm."""

@@ -33,7 +33,6 @@ from hsdump.verify.differ import Differ, Pair, SampleDiff, StateDiff, explain
 from hsdump.verify.head import Head
 from hsdump.verify.logits import LogitsReport, check_logits
 from hsdump.verify.proof_file import PROOF_NAME, store_digest
-from hsdump.verify.rows import Wide
 from hsdump.verify.texts import TextChecker, TextReport
 from hsdump.verify.witness import Answer, Witness
 
@@ -235,13 +234,17 @@ class Prover:
             return
         differ = Differ(self._manifest.model_class, ("the store", "the server"))
 
+        exact = stored.dtype == served.dtype == "bfloat16" and self._manifest.codec != "fp8"
+
         def load(key: str) -> Pair:
+            bits = (_by_meaning(samples[key].states, stored), _by_meaning(answers[key].states or {}, served))
             return Pair(
                 key=key,
                 source=samples[key].source,
-                found=_by_meaning(samples[key].states, stored),
-                expected=_by_meaning(answers[key].states or {}, served),
+                found={name: to_float32(state, stored.dtype) for name, state in bits[0].items()},
+                expected={name: to_float32(state, served.dtype) for name, state in bits[1].items()},
                 learned=samples[key].loss_mask.astype(np.bool_),
+                bits=bits if exact else None,
             )
 
         for key, answer in answers.items():
@@ -279,8 +282,8 @@ class Prover:
         report.words += report.text.digests
 
 
-def _by_meaning(states: Mapping[str, StateArray], shape: StateShape) -> dict[str, Wide]:
-    return {_meaning(name, shape): to_float32(state, shape.dtype) for name, state in states.items()}
+def _by_meaning(states: Mapping[str, StateArray], shape: StateShape) -> dict[str, StateArray]:
+    return {_meaning(name, shape): state for name, state in states.items()}
 
 
 def _meaning(name: str, shape: StateShape) -> str:

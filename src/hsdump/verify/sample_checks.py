@@ -77,7 +77,7 @@ class SampleChecker:
             if state_SH is not None:
                 self._check_state(name, state_SH, input_ids, found)
                 if self._shape.dtype == "bfloat16" and entries[0].codec != "fp8":
-                    grid.add(state_SH)
+                    grid.add(name, state_SH)
         self.result.grid.merge(grid)
         if grid.is_float16:
             self.result.float16.append((record.key, record.source))
