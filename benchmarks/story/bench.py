@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 import httpx
-
 from benchmarks.story.state import Story
 from benchmarks.story.together import together
+
 from hsdump.draft.eval import read_prompts
 
 START_S = 200.0
@@ -38,7 +38,11 @@ def bench_stage(story: Story) -> None:
         wanted = sorted({*wanted, story.scale.steps[0]})
         starts = {str(steps): partial(story.serve, f"eagle-{steps}", *flags(story, steps)) for steps in wanted}
         story.need(START_S, "starting servers")
-        urls = together(stack, {"plain": partial(story.serve, "without"), **starts}, at_once=len(starts) + 1)
+        urls = together(
+            stack,
+            {"plain": partial(story.serve, "without", *story.scale.bench_flags), **starts},
+            at_once=len(starts) + 1,
+        )
         prompts = questions(story)
         for url in urls.values():  # kernels and graphs, once
             asyncio.run(answers(url, prompts[:16], 16, 16))
@@ -52,7 +56,13 @@ def bench_stage(story: Story) -> None:
 def flags(story: Story, steps: int) -> list[str]:
     """Give SGLang's options for a drafter with so many steps, top-k 1."""
     folder = story.work / "drafter-sglang"
-    words = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(folder)]
+    words = [
+        *story.scale.bench_flags,
+        "--speculative-algorithm",
+        "EAGLE3",
+        "--speculative-draft-model-path",
+        str(folder),
+    ]
     words += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"]
     return [*words, "--speculative-num-draft-tokens", str(steps + 1)]
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from benchmarks.story import serving
 from benchmarks.story.state import Story, afresh
 from benchmarks.story.together import together
 from benchmarks.train import variants
+
 from hsdump.draft.begin import Sources, check_store, default_vocab
 from hsdump.draft.chain import Decoding, TargetRunner, Walk
 from hsdump.draft.checkpoints import load_drafter
@@ -76,7 +76,9 @@ def check_all(story: Story) -> None:
         url = ""
         if story.engine == "sglang":
             story.need(START_S, "starting the server")
-            url = together(stack, {"judge": partial(story.serve, "judge", capture=True)}, at_once=1)["judge"]
+            url = together(
+                stack, {"judge": partial(story.serve, "judge", *story.scale.prefill_flags, capture=True)}, at_once=1
+            )["judge"]
         for kind in kinds:
             story.step(f"lesson.check-{kind}", 8, partial(check, story, kind, url))
 
@@ -125,7 +127,9 @@ def one_drafter(story: Story, kind: str, questions: Questions) -> dict[str, Any]
     drafted = story.work / f"lesson/drafter-{kind}"
     found: dict[str, Any] = {"kind": kind}
     if kind == "untrained":
-        drafter = untrained(load_drafter(story.work / "lesson/drafter-sound", model=story.model)[0], Target(story.model))
+        drafter = untrained(
+            load_drafter(story.work / "lesson/drafter-sound", model=story.model)[0], Target(story.model)
+        )
     else:
         sources = Sources(store=folder(story, kind), out=afresh(drafted), model=str(story.model), unproved=True)
         trained = train(sources, options(story), quiet=True)

@@ -11,6 +11,7 @@ Exit codes: 0 all stages are done, 4 the time was over (call again), 1 a step fa
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ from benchmarks.serving.servers import Target
 from benchmarks.story import bench, drafting, lesson, serving, text
 from benchmarks.story import target as training
 from benchmarks.story.scale import SCALES
-from benchmarks.story.state import OutOfTime, Story
+from benchmarks.story.state import OutOfTime, Story, write
 
 STAGES = ("target", "serve", "draft", "bench", "lesson")
 MLA_ON_CPU = Path(__file__).parents[2] / "tests/server/mla_on_cpu"
@@ -40,10 +41,10 @@ LOG_BYTES = 1 << 18
 def main(argv: list[str] | None = None) -> int:
     """Run the stages that are asked for; give the exit code."""
     begin = time.monotonic()
+    argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
-    story = make_story(args, begin)
-    signal.signal(signal.SIGALRM, _time_is_over)
-    signal.signal(signal.SIGTERM, _time_is_over)
+    story = make_story(args, argv, begin)
+    before = {number: signal.signal(number, _time_is_over) for number in (signal.SIGALRM, signal.SIGTERM)}
     signal.setitimer(signal.ITIMER_REAL, max(args.seconds - CLEAN_UP_S, 1.0))
     code = DONE
     try:
@@ -58,13 +59,15 @@ def main(argv: list[str] | None = None) -> int:
         code = FAILED
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         story.publish()
         keep_logs(story)
     print(f"exit code {code} after {time.monotonic() - begin:.0f} s", flush=True)
     return code
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
     parser.add_argument("--scale", choices=sorted(SCALES), help="[default: gpu or cpu, as the device]")
@@ -73,6 +76,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="everything else; must stay between calls")
     parser.add_argument("--seconds", type=float, default=570.0, help="this call has ended by then")
     parser.add_argument("--engine", choices=["sglang", "transformers"], default="sglang")
+    parser.add_argument("--in-process", action="store_true", help="hsdump's commands in this process, for a test")
     parser.add_argument("--llama", action="store_true", help="a Llama-shaped target, should latent attention not work")
     parser.add_argument("--model", type=Path, help="a target that exists already; stage target then only reads text")
     parser.add_argument("--text", type=Path, help="a folder with more text")
@@ -85,7 +89,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def make_story(args: argparse.Namespace, begin_s: float) -> Story:
+def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Story:
     args.work.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)
     logs = args.work / "logs"
@@ -98,7 +102,7 @@ def make_story(args: argparse.Namespace, begin_s: float) -> Story:
         log_dir=logs,
     )
     about: dict[str, Any] = {
-        "command": "python -m benchmarks.story.run " + " ".join(_command()),
+        "commands": said_so_far(args.work, argv),
         "machine": machine(args.device),
         "versions": versions(target.python) if args.engine == "sglang" else {},
     }
@@ -111,16 +115,23 @@ def make_story(args: argparse.Namespace, begin_s: float) -> Story:
         until_s=begin_s + args.seconds - CLEAN_UP_S,
         llama=args.llama,
         engine=args.engine,
+        in_process=args.in_process,
         text=args.text,
         model_path=args.model,
         about=about,
     )
 
 
-def _command() -> list[str]:
-    """Give the words of the command line without the machine's folders."""
+def said_so_far(work: Path, argv: list[str]) -> list[str]:
+    """Remember this call's command line without the machine's folders; give those of all calls of this story."""
     folders = {"--out": "OUT", "--work": "WORK", "--pythonpath": "PATH", "--text": "TEXT", "--model": "MODEL"}
-    return [folders.get(before, word) for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
+    folders["--sglang-python"] = "PYTHON"
+    words = [folders.get(before, word) for before, word in zip(["", *argv], argv, strict=False)]
+    path = work / "commands.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    found.append("python -m benchmarks.story.run " + " ".join(words))
+    write(path, found)
+    return list(found)
 
 
 def run_stage(story: Story, stage: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hsdump.draft.options import TrainOptions
@@ -58,11 +58,20 @@ class Scale:
     lesson: TrainOptions
     prove_samples: int
     server_flags: tuple[str, ...]
+    """SGLang's options for all servers."""
+
+    generate_flags: tuple[str, ...] = ()
+    """More for the one that generates answers,"""
+
+    bench_flags: tuple[str, ...] = ()
+    """for those of the bench,"""
+
+    prefill_flags: tuple[str, ...] = ()
+    """and for those that are asked for no token."""
+
     spool_bytes: int = 1 << 30
     in_flight: int
     """Requests in flight when answers are generated and states extracted."""
-
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def _mla(**changes: Any) -> dict[str, Any]:
@@ -79,8 +88,6 @@ def _mla(**changes: Any) -> dict[str, Any]:
     }
     return {**base, **changes}
 
-
-GPU_DECODE_GRAPHS = ("--cuda-graph-bs-decode", "1", "2", "4", "8", "16", "32", "64", "128", "256")
 
 SCALES = {
     # 24 thin layers: decoding one token takes long enough then that a drafter's own time is small beside it. The widths of
@@ -133,8 +140,10 @@ SCALES = {
         prove_samples=64,
         server_flags=(
             *("--moe-runner-backend", "triton", "--mem-fraction-static", "0.5", "--max-total-tokens", "200000"),
-            *GPU_DECODE_GRAPHS,
         ),
+        generate_flags=("--cuda-graph-bs-decode", "1", "4", "16", "64", "128", "256"),
+        bench_flags=("--cuda-graph-bs-decode", "1", "2", "4", "8", "16"),
+        prefill_flags=("--disable-decode-cuda-graph",),
         spool_bytes=8 << 30,
         in_flight=256,
     ),
@@ -144,7 +153,7 @@ SCALES = {
             hidden_size=192,
             intermediate_size=512,
             moe_intermediate_size=96,
-            num_hidden_layers=12,
+            num_hidden_layers=8,
             num_attention_heads=4,
             num_key_value_heads=4,
             q_lora_rank=96,
@@ -156,16 +165,16 @@ SCALES = {
         llama={
             "hidden_size": 192,
             "intermediate_size": 416,
-            "num_hidden_layers": 12,
+            "num_hidden_layers": 8,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 64,
         },
         vocab_size=2048,
-        text_bytes=8 << 20,
+        text_bytes=4 << 20,
         row_tokens=256,
-        batch_rows=8,
-        target_s=1000,
+        batch_rows=4,
+        target_s=780,
         adam_lr=3e-3,
         learn=320,
         test=16,
@@ -224,7 +233,7 @@ SCALES = {
         test=2,
         new_tokens=12,
         draft_vocab=256,
-        train=("--ttt-steps", "2", "--tokens", "256", "--max-steps", "4", "--epochs", "4", "--held-out", "0.2"),
+        train=("--ttt-steps", "2", "--tokens", "256", "--max-steps", "4", "--epochs", "4", "--held-out", "0.4"),
         heads=("--heads", "1", "--kv-heads", "1", "--head-dim", "64"),
         bench_new_tokens=8,
         steps=(2,),

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from benchmarks.serving.load import Samples, captured, ordinary
-from benchmarks.story.state import Story, afresh
+from benchmarks.story.state import Story
 from benchmarks.story.together import together
+
 from hsdump.prompts.inputs import read_rows
 
 STEPS = ("serve.generate", "serve.rates", "serve.extract", "serve.verify", "serve.prove", "serve.probe")
@@ -35,8 +34,8 @@ def serve_stage(story: Story) -> None:
     if any(story.figures(name) is None for name in STEPS):
         with ExitStack() as stack:
             starts = {
-                "capture": lambda: story.serve("capture", capture=True),
-                "plain": lambda: story.serve("plain"),
+                "capture": lambda: story.serve("capture", *story.scale.generate_flags, capture=True),
+                "plain": lambda: story.serve("plain", *story.scale.prefill_flags),
             }
             story.need(START_S, "starting servers")
             urls = together(stack, starts, at_once=len(starts) if story.device == "cuda" else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ class Story:
     llama: bool = False
     engine: str = "sglang"
     """`transformers`: without a server, in one process; the states are then transformers' own."""
+
+    in_process: bool = False
+    """Run hsdump's commands in this process: for a test, where a process each would take longer than the work."""
 
     text: Path | None = None
     model_path: Path | None = None
@@ -121,7 +125,7 @@ class Story:
         steps = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in done}
         write(self.out / "story.json", {**self.about, "scale": self.scale.name, "steps": steps})
 
-    def hsdump(self, *words: object, codes: tuple[int, ...] = (0,), name: str = "") -> dict[str, Any]:
+    def hsdump(self, *words: object, codes: tuple[int, ...] = (0,)) -> dict[str, Any]:
         """Run one command as a user does; its report, with `exit_code` and `command_seconds` in it.
 
         Raises:
@@ -129,6 +133,8 @@ class Story:
             StepFailed: another exit code than those expected.
         """
         said = [str(word) for word in words]
+        if self.in_process:
+            return self._in_process(said, codes)
         command = [sys.executable, "-m", "hsdump.cli.main", *said, "--json"]
         log = self.work / "logs/commands.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -154,9 +160,18 @@ class Story:
         found = json.loads(output) if output.strip().startswith(b"{") else {}
         return {**found, "exit_code": process.returncode, "command_seconds": round(seconds, 2)}
 
-    def serve(
-        self, name: str, *flags: str, capture: bool = False, layers: str = "auto"
-    ) -> AbstractContextManager[str]:
+    def _in_process(self, said: list[str], codes: tuple[int, ...]) -> dict[str, Any]:
+        from hsdump.cli.main import main
+
+        begin, output, errors = time.monotonic(), io.StringIO(), io.StringIO()
+        with redirect_stdout(output), redirect_stderr(errors):
+            code = main([*said, "--json"])
+        if code not in codes:
+            raise StepFailed(f"hsdump {' '.join(said)}: exit code {code}\n{output.getvalue()}\n{errors.getvalue()}")
+        seconds = round(time.monotonic() - begin, 2)
+        return {**json.loads(output.getvalue()), "exit_code": code, "command_seconds": seconds}
+
+    def serve(self, name: str, *flags: str, capture: bool = False, layers: str = "auto") -> AbstractContextManager[str]:
         """Run one real SGLang with the target's weights, through `hsdump serve` or plain; gives its URL."""
         base = ["--load-format", "auto", *self.scale.server_flags, *flags]
         serve = None

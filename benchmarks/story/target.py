@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.story.scale import YARN, Scale
 from torch import Tensor
 
-from benchmarks.story.scale import YARN, Scale
 from hsdump.demo.train_target import Training
 
 BIAS_STEP = 1e-3
@@ -206,7 +206,7 @@ class Pretraining(Training):
 def held_out_loss(model: Any, rows_RT: np.ndarray, device: str) -> float:
     """Give the mean cross entropy of text that the target never saw, in nats a token."""
     losses = []
-    with torch.inference_mode(), torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
+    with torch.inference_mode(), torch.autocast(device.split(":", maxsplit=1)[0], dtype=torch.bfloat16):
         for start in range(0, min(len(rows_RT), 128), 16):
             ids = torch.from_numpy(rows_RT[start : start + 16].astype(np.int64)).to(device)
             logits = model(ids[:, :-1], use_cache=False).logits.float()
@@ -248,7 +248,9 @@ def expert_shares(model: Any) -> list[float]:
     return [round(min(biases), 4), round(max(biases), 4)] if biases else []
 
 
-def train_target(scale: Scale, data: Path, folder: Path, *, device: str, llama: bool, left_s: Callable[[], float]) -> Any:
+def train_target(
+    scale: Scale, data: Path, folder: Path, *, device: str, llama: bool, left_s: Callable[[], float]
+) -> Any:
     """Train, or go on, until the target is written.
 
     Returns:

@@ -54,7 +54,11 @@ class Reader:
         ids = torch.from_numpy(sample.input_ids.copy())[None].to(self._device)
         with torch.inference_mode():
             found = self._model.model(ids, output_hidden_states=True, use_cache=False)
-        return lambda layer: bits(found.hidden_states[layer][0]), bits(found.last_hidden_state[0]), bits(self._last[0][0])
+        return (
+            lambda layer: bits(found.hidden_states[layer][0]),
+            bits(found.last_hidden_state[0]),
+            bits(self._last[0][0]),
+        )
 
 
 def bits(state: torch.Tensor) -> StateArray:
@@ -70,9 +74,7 @@ def make(store: Path, target: Path, folders: dict[str, Path], *, device: str = "
     """
     reader = Reader(target, device) if any(kind in COMPUTED for kind in folders) else None
     with Store(store) as opened, ExitStack() as stack:
-        writers = {
-            kind: stack.enter_context(StoreWriter.open(path, opened.manifest)) for kind, path in folders.items()
-        }
+        writers = {kind: stack.enter_context(StoreWriter.open(path, opened.manifest)) for kind, path in folders.items()}
         learned = 0
         for sample in opened:
             states = [np.array(state) for state in sample.states.values()]

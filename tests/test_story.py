@@ -1,0 +1,189 @@
+"""The story of one drafter, in small: every stage but the server's, in one process; cut and gone on with."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.serving.servers import Target
+from benchmarks.story import bench, lesson, report, run, target, text
+from benchmarks.story.scale import SCALES
+from benchmarks.story.state import OutOfTime, StepFailed, Story
+from benchmarks.train import variants
+
+from hsdump.store import Store
+
+WORDS = ["--device", "cpu", "--scale", "test", "--engine", "transformers", "--in-process"]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tell the whole story once."""
+    folder = tmp_path_factory.mktemp("story")
+    assert run.main([*WORDS, "--out", str(folder / "out"), "--work", str(folder / "work")]) == run.DONE
+    return folder
+
+
+def test_every_stage_leaves_its_figures(told: Path) -> None:
+    story = json.loads((told / "out/story.json").read_text())
+    steps = story["steps"]
+    names = {"target.text", "target.train", "serve.generate", "serve.extract", "serve.verify"}
+    names |= {"draft.vocab", "draft.train", "draft.export", "bench.eval-2", "lesson.stores", "lesson.untrained"}
+    names |= {f"lesson.{kind}" for kind in lesson.KINDS} | {f"lesson.check-{kind}" for kind in lesson.KINDS}
+    assert set(steps) == names
+    assert steps["serve.extract"]["committed"] == steps["serve.generate"]["answers"] == SCALES["test"].learn
+    assert steps["serve.verify"]["verdict"] == "clean"
+    assert steps["target.train"]["dense_error"] < 1e-5  # sums of a few products of float32, in another order
+    assert steps["bench.eval-2"]["lossless"] or steps["bench.eval-2"]["near_ties"]
+    assert str(told) not in json.dumps(story)
+    assert {path.name for path in (told / "out").iterdir()} == {"story.json", "logs.txt", "drafter-progress.csv"}
+
+
+def test_what_is_done_is_not_done_again(told: Path) -> None:
+    before = (told / "work/done/target.train.json").stat().st_mtime_ns
+    # Less than any step asks for is left, and no step is begun.
+    words = [*WORDS, "--out", str(told / "again"), "--work", str(told / "work"), "--seconds", "1"]
+    assert run.main(words) == run.DONE
+    assert (told / "work/done/target.train.json").stat().st_mtime_ns == before
+    steps = json.loads((told / "again/story.json").read_text())["steps"]
+    assert set(steps) == set(json.loads((told / "out/story.json").read_text())["steps"])
+
+
+def test_the_report_shows_all_of_it(told: Path) -> None:
+    story = json.loads((told / "out/story.json").read_text())
+    page = report.report(story)
+    for words in ("## Target", "## Served, captured, proved", "## Drafter", "## Decoding", "## The lesson", "## Time"):
+        assert words in page
+    assert all(words in page for words in report.KINDS.values())
+    assert set(report.KINDS) == {*lesson.KINDS, "untrained"}
+
+
+def test_pretraining_that_is_cut_goes_on(told: Path, tmp_path: Path) -> None:
+    scale, data = SCALES["test"], told / "work/data"
+    settings = {"device": "cpu", "llama": False}
+    assert target.train_target(scale, data, tmp_path, left_s=lambda: -1.0, **settings) is None
+    kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert kept["number"] == 1
+    # Nearly all of the time is spent: what follows are the last steps, not the first ones.
+    kept["seconds"] = scale.target_s - 0.2
+    torch.save(kept, tmp_path / "checkpoint.pt")
+    figures = target.train_target(scale, data, tmp_path, left_s=lambda: 100.0, **settings)
+    assert figures["steps"] > 1
+    assert figures["seconds"] >= scale.target_s
+    assert not (tmp_path / "checkpoint.pt").exists()
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    assert config["rope_scaling"]["type"] == "yarn"  # SGLang's DeepSeek code reads this form only
+    assert config["topk_method"] == "noaux_tc"
+
+
+def make_story(folder: Path, seconds: float) -> Story:
+    places = {"work": folder / "work", "out": folder / "out"}
+    where = Target(device="cpu")
+    return Story(scale=SCALES["test"], device="cpu", target=where, until_s=time.monotonic() + seconds, **places)
+
+
+def test_a_step_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
+    story = make_story(tmp_path, seconds=5)
+    with pytest.raises(OutOfTime, match="later needs 60 s, 5 s are left"):
+        story.step("later", 60, dict)
+    assert story.figures("later") is None
+    assert story.step("now", 1, lambda: {"found": 1})["found"] == 1
+    assert story.step("now", 1, lambda: {"found": 2})["found"] == 1
+
+
+def test_a_command_that_fails_is_told_with_its_words(tmp_path: Path) -> None:
+    story = make_story(tmp_path, seconds=60)
+    story.in_process = True
+    with pytest.raises(StepFailed, match="hsdump verify .*: exit code 74"):
+        story.hsdump("verify", tmp_path / "nothing")
+
+
+def test_a_call_that_is_out_of_time_says_to_call_again(told: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, "--stages", "target", "--out", str(told / "no"), "--work", str(told / "new"), "--seconds", "1"]
+    assert run.main(words) == run.CALL_AGAIN
+    assert "the same command goes on" in capsys.readouterr().out
+
+
+def test_stores_are_wrong_in_the_way_they_are_named(told: Path, tmp_path: Path) -> None:
+    store, model = told / "work/store", told / "work/target/model"
+    kinds = ("layers-shifted", "pre-norm-final", "rows-shifted", "transformers", "prompts-only")
+    variants.make(store, model, {kind: tmp_path / kind for kind in kinds})
+    with Store(store) as sound:
+        sample = sound[0]
+        states = list(sample.states.values())
+        for kind in kinds[:4]:
+            with Store(tmp_path / kind) as wrong:
+                assert wrong.manifest.digest == sound.manifest.digest
+                found = list(wrong.load(sample.key).states.values())
+            same = [bool(np.array_equal(one, other)) for one, other in zip(found, states, strict=True)]
+            # The embedded engine made this store, so transformers gives its very bits again.
+            expected = {"layers-shifted": [False, False, False, True], "pre-norm-final": [True, True, True, False]}
+            assert same == expected.get(kind, [kind == "transformers"] * 4)
+        with Store(tmp_path / "prompts-only") as prompts:
+            assert all(one.loss_mask.all() for one in prompts)
+            assert sum(one.num_tokens for one in prompts) < sound.totals()[1]
+
+
+def test_prose_is_cut_and_other_files_are_left(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(f"line {number}" for number in range(20)))
+    (tmp_path / "b.txt").write_bytes(b"\x00\x01" * 50)
+    (tmp_path / "c.py").write_text("def broken(:\n")
+    found = text.cut([tmp_path / name for name in ("a.txt", "b.txt", "c.py", "missing.txt")], 0.0)
+    assert [(apart, exchange.source) for apart, exchange in found] == [(False, "a.txt#0")]
+    assert found[0][1].head.splitlines()[-1] == "line 4"
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """A server with drafts at /spec and one without at /plain; they part at the third token of the second prompt."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        spec = self.path.startswith("/spec")
+        answer = [1, 2, 9 if spec and body["input_ids"] == [8] else 3]
+        meta: dict[str, Any] = {}
+        if body.get("return_logprob"):
+            assert body["input_ids"] == [8, 1, 2]  # the prompt, and what both said before they parted
+            meta["output_top_logprobs"] = [[[-0.6, 3, None], [-0.7, 9, None]]]
+        data = json.dumps({"output_ids": answer, "meta_info": meta}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class names it so
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_where_outputs_part_the_two_logits_say_how_near_a_tie_it_was(url: str) -> None:
+    found = bench.lossless(f"{url}/spec", f"{url}/plain", [[7], [8]], 3)
+    assert (found["identical"], found["differing_at_a_near_tie"], found["differing_otherwise"]) == (1, 1, 0)
+    assert found["parted"] == [
+        {"prompt": 1, "place": 2, "tokens": [3, 9], "logprobs": [-0.6, -0.7], "margin": pytest.approx(0.1)}
+    ]
+
+
+def test_the_arithmetic_of_a_gain() -> None:
+    """A round of 3 ms beside a forward of 1.5 ms: two tokens a round break even, 2.5 gain a quarter."""
+    row = {"concurrency": 1, "seconds": 3.0, "drafts": 1000, "acceptance_length": 2.5, "tokens_per_s": 2500 / 3.0}
+    found = bench.with_arithmetic(row, {"concurrency": 1, "seconds": 3.0, "tokens": 2000, "tokens_per_s": 2000 / 3.0})
+    assert found["round_ms"] == 3.0
+    assert found["plain_forward_ms"] == 1.5
+    assert found["break_even_length"] == pytest.approx(2.0)
+    assert found["speedup"] == pytest.approx(1.25)
