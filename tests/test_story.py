@@ -102,7 +102,7 @@ def test_a_step_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
 def test_a_command_that_fails_is_told_with_its_words(tmp_path: Path) -> None:
     story = make_story(tmp_path, seconds=60)
     story.in_process = True
-    with pytest.raises(StepFailed, match="hsdump verify .*: exit code 74"):
+    with pytest.raises(StepFailed, match=r"hsdump verify .*: exit code 74"):
         story.hsdump("verify", tmp_path / "nothing")
 
 

@@ -115,7 +115,7 @@ async def answers(
 
 
 def lossless(url: str, plain: str, prompts: Sequence[Tokens], new_tokens: int, at_once: int = 1) -> dict[str, Any]:
-    """Compare greedy outputs token by token; where two part, the plain server's two best logits say how near a tie it was."""
+    """Compare greedy outputs token by token; where two part, the plain server's best logits say how near."""
     ours, theirs = (
         [list(reply["output_ids"]) for reply in asyncio.run(answers(one, prompts, new_tokens, at_once))]
         for one in (url, plain)

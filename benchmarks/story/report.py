@@ -125,12 +125,12 @@ def bench(steps: Steps) -> list[str]:
     found = steps.get("bench.lossless")
     if found:
         margins = ", ".join(str(one["margin"]) for one in found["parted"])
-        lines += [
-            f"Greedy: {found['identical']} of {found['requests']} outputs identical; {found['differing_at_a_near_tie']} "
-            f"differ first at a near tie, {found['differing_otherwise']} otherwise (margins of the two best logits: "
-            f"{margins or 'none'}). Plain at 16 in flight equals plain at 1 for "
+        lines.append(
+            f"Greedy: {found['identical']} of {found['requests']} outputs identical; "
+            f"{found['differing_at_a_near_tie']} differ first at a near tie, {found['differing_otherwise']} otherwise "
+            f"(margins of the two best logits: {margins or 'none'}). Plain at 16 in flight equals plain at 1 for "
             f"{found['plain_against_itself_at_16']} of {found['requests']}."
-        ]
+        )
     return lines
 
 
@@ -178,10 +178,10 @@ def lesson(steps: Steps) -> list[str]:
     ]
     head += ["verify", "prove", "train refuses it"]
     lines = ["", "## The lesson", *table(head, rows)]
-    for kind in KINDS:
+    for kind, words in KINDS.items():
         refusal = steps.get(f"lesson.check-{kind}", {}).get("refusal")
         if refusal:
-            lines.append(f"- {KINDS[kind]}: {steps[f'lesson.check-{kind}'].get('words', [refusal])[0]}")
+            lines.append(f"- {words}: {steps[f'lesson.check-{kind}'].get('words', [refusal])[0]}")
     return lines
 
 

@@ -90,8 +90,8 @@ def _mla(**changes: Any) -> dict[str, Any]:
 
 
 SCALES = {
-    # 24 thin layers: decoding one token takes long enough then that a drafter's own time is small beside it. The widths of
-    # latent attention are those that SGLang's kernels on a GPU take.
+    # 24 thin layers: decoding one token takes long enough then that a drafter's own time is small beside it. The
+    # widths of latent attention are those that SGLang's kernels on a GPU take.
     "gpu": Scale(
         name="gpu",
         model=_mla(

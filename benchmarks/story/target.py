@@ -126,8 +126,7 @@ class Pretraining(Training):
             schedule.step()
             one.zero_grad(set_to_none=True)
         for gate, load in self._load.items():
-            load = load.float()
-            gate.e_score_correction_bias += BIAS_STEP * torch.sign(load.mean() - load)
+            gate.e_score_correction_bias += BIAS_STEP * torch.sign(load.float().mean() - load)
         return loss.detach()
 
     def rows(self, rows_RT: np.ndarray) -> Iterator[Tensor]:
@@ -229,7 +228,7 @@ def save_model(model: Any, scale: Scale, data: Path, folder: Path, *, llama: boo
 
 
 def dense_error(folder: Path, rows_RT: np.ndarray) -> float:
-    """Hold the written model, experts all at once, against transformers' own forward, in float32: largest difference."""
+    """Give the largest difference of a logit, experts all at once against transformers' own forward, in float32."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

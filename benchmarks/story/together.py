@@ -10,7 +10,7 @@ Starts = Mapping[str, Callable[[], AbstractContextManager[str]]]
 
 
 def together(stack: ExitStack, starts: Starts, *, at_once: int) -> dict[str, str]:
-    """Start servers side by side and give their URLs; the stack stops all of them, also those beside one that failed."""
+    """Start servers side by side and give their URLs; the stack stops them all, also those beside one that fails."""
 
     def start(name: str) -> str:
         return stack.enter_context(starts[name]())

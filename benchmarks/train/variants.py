@@ -1,4 +1,4 @@
-"""Copies of a store whose states are wrong in one way, and whose manifests claim to be sound, as such stores come in practice.
+"""Copies of a store whose states are wrong in one way and whose manifests claim to be sound, as they come in practice.
 
     layers-shifted   auxiliary states of the layer after the one that is named
     pre-norm-final   the final state before the final norm
