@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hsdump.arrays import to_float32
@@ -168,7 +170,7 @@ def probe(
         attach="embedded",
         hsdump_version="0",
         model_path=str(path),
-        model_class="X",
+        model_class=checkpoint.raw_config["architectures"][0],
         num_layers=depth,
         vocab_size=2048,
         context_length=4096,
@@ -194,7 +196,7 @@ def probe(
     captured = Captured(
         ids=IDS, states={name: state.float().numpy() for name, state in states.items()}, answers=answers
     )
-    return Prober(info, str(path)).judge(captured)
+    return Prober(info, str(changes.get("model", path))).judge(captured)
 
 
 def test_the_probe_names_what_each_state_is(oracle: tuple[Path, list[torch.Tensor], torch.Tensor]) -> None:
@@ -208,6 +210,49 @@ def test_the_probe_names_what_each_state_is(oracle: tuple[Path, list[torch.Tenso
     assert "by hsdump's table they are [2, 3, 4], by the numbers [3, 4, 5]" in shifted.words[-1]
     assert probe(path, hidden, (1, 3), (0, 3)).states[0].found == "0", "the embedding rows are recognized"
     assert probe(path, hidden, (2, 4), (2, 4), final=hidden[-2]).verdict == "contradicts"
+
+
+def other_checkpoint(path: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
+    """Copy a checkpoint with a change of its config and tensors."""
+    shutil.copytree(path, out)
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    change(config, tensors)
+    (out / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
+    return out
+
+
+def test_the_probe_says_what_is_wrong_with_a_checkpoint_or_states(
+    oracle: tuple[Path, list[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    path, hidden, _ = oracle
+
+    def words(name: str, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> tuple[str, str]:
+        report = probe(path, hidden, (2, 3), (2, 3), model=other_checkpoint(path, tmp_path / name, change))
+        return report.verdict, " ".join(report.words)
+
+    def pack(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        config["quantization_config"] = {"quant_method": "gptq"}
+        for name in [name for name in tensors if "o_proj.weight" in name]:
+            tensors[name.replace("weight", "qweight")] = tensors.pop(name).to(torch.int32)
+
+    verdict, said = words("packed", pack)
+    assert verdict == "can't"
+    assert "its weights are quantized (gptq)" in said
+    assert said.endswith("not identified: layer2, layer3"), "nothing more can be walked, so no advice to"
+    assert (
+        "holds no lm_head, which its config says it has" in words("headless", lambda _, t: t.pop("lm_head.weight"))[1]
+    )
+    other_class = words("class", lambda config, _: config.update(architectures=["OtherForCausalLM"]))
+    assert other_class[0] == "agrees"
+    assert "names ['OtherForCausalLM']" in other_class[1]
+    with pytest.raises(InputError, match="has 3 of width 256: it is another model's checkpoint"):
+        words("shallow", lambda config, _: config.update(num_hidden_layers=3))
+    broken = [*hidden]
+    broken[3] = hidden[3].clone()
+    broken[3][1, 5, 7] = float("nan")
+    report = probe(path, broken, (2, 3), (2, 3))
+    assert (report.verdict, report.words[0]) == ("contradicts", "layer3 holds NaN or infinity in 1 of 48 rows")
 
 
 def test_a_layer_that_lacks_a_part_of_its_sum_is_not_settled_by_order(

@@ -72,11 +72,22 @@ class Checkpoint:
 
     @property
     def num_layers(self) -> int:
-        return int(self.config["num_hidden_layers"])
+        return self._number("num_hidden_layers", "n_layer", "num_layers")
 
     @property
     def hidden_size(self) -> int:
-        return int(self.config["hidden_size"])
+        return self._number("hidden_size", "n_embd", "d_model")
+
+    def _number(self, *names: str) -> int:
+        """Read a number that configs give one of these names.
+
+        Raises:
+            InputError: none of them is there.
+        """
+        found = next((self.config[name] for name in names if isinstance(self.config.get(name), int)), None)
+        if found is None:
+            raise InputError(f"{self.folder}: its config.json has no {names[0]}", FIX)
+        return int(found)
 
     @property
     def dtype(self) -> str:

@@ -65,11 +65,13 @@ class Head:
         Raises:
             InputError: the checkpoint has neither, or of another width.
         """
-        tied = bool(checkpoint.config.get("tie_word_embeddings"))
+        tied = checkpoint.config.get("tie_word_embeddings")
         own = None if tied else checkpoint.find(HEAD)
-        name = own or checkpoint.find(EMBEDDING)
+        # A config that says nothing of it leaves it to its class; one that says no means that a head is missing here.
+        name = own or (None if tied is False else checkpoint.find(EMBEDDING))
         if name is None or len(checkpoint.places[name].shape) != 2:
-            raise InputError(f"{checkpoint.folder} holds neither an lm_head nor embeddings", FIX)
+            which = "no lm_head, which its config says it has" if tied is False else "neither an lm_head nor embeddings"
+            raise InputError(f"{checkpoint.folder} holds {which}", FIX)
         self.name, self._checkpoint, self._vocab_size = name, checkpoint, vocab_size
         self.settings = HeadSettings.of(checkpoint.config)
         self.width = checkpoint.places[name].shape[1]

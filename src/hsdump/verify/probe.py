@@ -23,7 +23,7 @@ from hsdump.arrays import to_float32
 from hsdump.errors import InputError
 from hsdump.layers import FINAL, FINAL_PRE_NORM, ids_for, meaning_of
 from hsdump.schema import EngineInfo
-from hsdump.verify.checkpoint import EMBEDDING, Checkpoint
+from hsdump.verify.checkpoint import EMBEDDING, FIX, Checkpoint
 from hsdump.verify.head import Head
 from hsdump.verify.logits import LogitsReport, check_logits
 from hsdump.verify.reference import StreamingReference
@@ -133,7 +133,9 @@ class Prober:
             InputError: the checkpoint cannot be read.
         """
         self._info, self._depth = info, depth
+        self._runs = True
         self._checkpoint = Checkpoint(model)
+        self._check_same_model()
         self._errors: dict[str, dict[str, float]] = {}
         self._how: dict[tuple[str, str], str] = {}
 
@@ -150,28 +152,48 @@ class Prober:
         report.engine_ids = list(info.engine_layers)
         table = ids_for(info.engine, info.model_class, info.shape.layers)
         report.table_ids = list(table) if table is not None else None
-        problems: list[str] = []
+        problems = _not_finite(captured)
         self._check_embeddings(captured)
-        reference = self._reference(report)
-        if reference is not None:
-            self._walk_up(captured, reference)
-            self._walk_to_final(captured, reference)
-            report.layers_read = sorted(set(reference.seen_layers))
+        self._walk(report, captured)
         report.errors = self._errors
         report.states = [self._reading(name) for name in captured.states]
         self._settle_between(report, captured)
         self._check_logits(report, captured, problems)
         problems += [_contradiction(reading) for reading in report.states if _contradicts(reading)]
         problems += self._check_ids(report)
-        _conclude(report, problems)
+        own, served = self._checkpoint.raw_config.get("architectures"), info.model_class
+        if isinstance(own, list) and served not in own:
+            report.words.append(f"the server runs a {served}, the config of {self._checkpoint.folder} names {own}")
+        _conclude(report, problems, "walk every layer with --depth all" if self._runs and self._depth != "all" else "")
         return report
 
-    def _reference(self, report: ProbeReport) -> StreamingReference | None:
+    def _check_same_model(self) -> None:
+        """Refuse a checkpoint that cannot be the served one.
+
+        Raises:
+            InputError: it is of another depth or width.
+        """
+        info, checkpoint = self._info, self._checkpoint
+        served, named = (info.num_layers, info.shape.hidden_size), (checkpoint.num_layers, checkpoint.hidden_size)
+        if served != named:
+            raise InputError(
+                f"the served model has {served[0]} layers of width {served[1]}, {checkpoint.folder} has {named[0]} of "
+                f"width {named[1]}: it is another model's checkpoint",
+                FIX,
+            )
+
+    def _walk(self, report: ProbeReport, captured: Captured) -> None:
+        """Hold the states against what the checkpoint's own layers compute, as far as they can be run."""
+        reference = None
         try:
-            return StreamingReference(self._checkpoint)
+            reference = StreamingReference(self._checkpoint)
+            self._walk_up(captured, reference)
+            self._walk_to_final(captured, reference)
         except InputError as error:
-            report.words.append(f"no reference: {error.what}")
-            return None
+            self._runs = False
+            report.words.append(f"the checkpoint's layers cannot be run here: {error.what}")
+        if reference is not None:
+            report.layers_read = sorted(set(reference.seen_layers))
 
     def _note(self, name: str, index: str, found_BSH: Any, expected_BSH: Any, how: str) -> float:
         """Remember how far a state is from a candidate."""
@@ -274,7 +296,7 @@ class Prober:
             }
             report.logits = check_logits(head, dtype, finals, captured.answers)
         except (InputError, KeyError) as error:
-            report.words.append(f"no log-probabilities: {error}")
+            report.words.append(f"no log-probabilities: {error.what if isinstance(error, InputError) else error}")
             return
         problems += report.logits.problems
         reading = next((one for one in report.states if one.state == FINAL), None)
@@ -325,7 +347,13 @@ def _meaning(own: Sequence[int], indices: Sequence[int]) -> str:
     return names.get(shifts.pop(), "irregular") if len(shifts) == 1 else "irregular"
 
 
-def _conclude(report: ProbeReport, problems: list[str]) -> None:
+def _not_finite(captured: Captured) -> list[str]:
+    counts = {name: int((~np.isfinite(state).all(axis=-1)).sum()) for name, state in captured.states.items()}
+    total = captured.ids.size
+    return [f"{name} holds NaN or infinity in {rows} of {total} rows" for name, rows in counts.items() if rows]
+
+
+def _conclude(report: ProbeReport, problems: list[str], advice: str) -> None:
     open_ones = [
         reading.state for reading in report.states if reading.found is None and reading.state != FINAL_PRE_NORM
     ]
@@ -333,7 +361,7 @@ def _conclude(report: ProbeReport, problems: list[str]) -> None:
     if problems:
         report.verdict, report.exit_code = "contradicts", 1
     elif open_ones:
-        report.words.append(f"not identified: {', '.join(open_ones)}; walk every layer with --depth all")
+        report.words.append(f"not identified: {', '.join(open_ones)}" + (f"; {advice}" if advice else ""))
         report.verdict, report.exit_code = "can't", 2
     else:
         report.verdict, report.exit_code = "agrees", 0

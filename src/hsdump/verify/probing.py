@@ -11,7 +11,7 @@ import msgspec
 
 from hsdump.arrays import xxh3
 from hsdump.errors import InputError, ServerError, UsageError
-from hsdump.extract.identity import model_digest
+from hsdump.extract.identity import UNKNOWN, model_digest
 from hsdump.schema import EngineInfo
 from hsdump.verify.probe import Prober, ProbeReport, gather, probe_sequences
 from hsdump.verify.witness import Witness
@@ -97,7 +97,11 @@ def _probe(witness: Witness, info: EngineInfo, model: str, depth: str) -> ProbeR
     if witness.failures:
         key, reason = next(iter(witness.failures.items()))
         raise ServerError(f"the server at {witness.url} did not answer a probe ({key}: {reason})", "see its log")
-    return Prober(info, model, depth=depth).judge(gather(sequences, answers, info.shape.dtype))
+    report = Prober(info, model, depth=depth).judge(gather(sequences, answers, info.shape.dtype))
+    digests = {model_digest(model), model_digest(info.model_path)}
+    if len(digests - {UNKNOWN}) == 2:
+        report.words.append(f"{model} is not byte for byte the checkpoint that the server reads, {info.model_path}")
+    return report
 
 
 def _folder() -> Path:

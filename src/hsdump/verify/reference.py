@@ -132,13 +132,20 @@ class StreamingReference:
         elif (match := _FUSED.match(name)) is not None:
             values = self._experts(match[1], match[2])
         else:
-            raise InputError(f"{self.checkpoint.folder} has no tensor {name}", FIX)
+            raise InputError(f"{self.checkpoint.folder} has no tensor {name}{self._quantized()}", FIX)
         if values.shape == shape:
             return values
         if values.ndim > 1 and values.swapaxes(-1, -2).shape == shape:
             turned: NDArray[np.float32] = values.swapaxes(-1, -2)
             return turned
         raise InputError(f"{name} is {values.shape} in the checkpoint, the model wants {shape}", FIX)
+
+    def _quantized(self) -> str:
+        """Say that a tensor may be missing because it is there in another form."""
+        checkpoint = self.checkpoint
+        config = checkpoint.raw_config.get("quantization_config") or checkpoint.config.get("quantization_config")
+        how = config.get("quant_method", "quantized") if isinstance(config, dict) else None
+        return f": its weights are quantized ({how}), and only fp8 with plain scales can be read" if how else ""
 
     def _experts(self, prefix: str, which: str) -> NDArray[np.float32]:
         """Stack the experts' matrices: [E, 2 I, H] of gate and up, or [E, H, I] of down."""
@@ -150,7 +157,7 @@ class StreamingReference:
                 np.concatenate([self.checkpoint.whole(f"{prefix}.{number}.{part}.weight") for part in parts])
             )
         if not experts:
-            raise InputError(f"{self.checkpoint.folder} has no experts {prefix}.0", FIX)
+            raise InputError(f"{self.checkpoint.folder} has no experts {prefix}.0{self._quantized()}", FIX)
         return np.stack(experts)
 
 
