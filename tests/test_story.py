@@ -122,7 +122,7 @@ def test_stores_are_wrong_in_the_way_they_are_named(told: Path, tmp_path: Path) 
         for kind in kinds[:4]:
             with Store(tmp_path / kind) as wrong:
                 assert wrong.manifest.digest == sound.manifest.digest
-                found = list(wrong.load(sample.key).states.values())
+                found = list(next(one for one in wrong if one.key == sample.key).states.values())
             same = [bool(np.array_equal(one, other)) for one, other in zip(found, states, strict=True)]
             # The embedded engine made this store, so transformers gives its very bits again.
             expected = {"layers-shifted": [False, False, False, True], "pre-norm-final": [True, True, True, False]}

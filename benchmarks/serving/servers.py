@@ -17,13 +17,16 @@ import httpx
 
 GPU_ARGS = (
     "--skip-tokenizer-init --attention-backend triton --sampling-backend pytorch --grammar-backend none "
-    "--disable-flashinfer-autotune --mm-feature-transport cpu --skip-server-warmup --load-format dummy "
-    "--disable-radix-cache --mem-fraction-static 0.7 --host 127.0.0.1"
+    "--disable-flashinfer-autotune --mm-feature-transport cpu --skip-server-warmup "
+    "--mem-fraction-static 0.7 --host 127.0.0.1"
 )
 CPU_ARGS = (
-    "--skip-tokenizer-init --device cpu --attention-backend torch_native --skip-server-warmup --load-format dummy "
-    "--disable-radix-cache --mem-fraction-static 0.5 --max-total-tokens 40000 --host 127.0.0.1"
+    "--skip-tokenizer-init --device cpu --attention-backend torch_native --skip-server-warmup "
+    "--mem-fraction-static 0.5 --max-total-tokens 40000 --host 127.0.0.1"
 )
+
+MADE_UP_ARGS = ("--load-format", "dummy", "--disable-radix-cache")
+"""For measurements with random weights and random tokens."""
 
 _PORTS = threading.Lock()
 
@@ -37,12 +40,16 @@ class Target:
     pythonpath: str = ""
     """With folders of test plugins before it, where a mode needs one."""
 
+    made_up: bool = True
+    """Random weights; False: the checkpoint's, and a server as anybody runs it."""
+
     log_dir: Path = Path("/tmp")
     started: list[str] = field(default_factory=list)
 
     @property
     def args(self) -> list[str]:
-        return (GPU_ARGS if self.device == "cuda" else CPU_ARGS).split()
+        args = (GPU_ARGS if self.device == "cuda" else CPU_ARGS).split()
+        return [*args, *MADE_UP_ARGS] if self.made_up else args
 
     def env(self, extra: dict[str, str]) -> dict[str, str]:
         env = {**os.environ, "PYTHONPATH": self.pythonpath}

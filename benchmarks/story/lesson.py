@@ -112,7 +112,7 @@ class Questions:
         story = self._story
         if self._runner is None:
             self._runner = load_target(drafter, str(story.model))
-            self._runner.model.to(story.device)
+            self._runner.model.to(measured_on(story))
             limit = story.scale.lesson_prompts
             self._walks = read_prompts(story.data / "test.jsonl", str(story.model), limit)
         again = [Walk(prompt=one.prompt, plain=one.plain) for one in self._walks]
@@ -136,7 +136,7 @@ def one_drafter(story: Story, kind: str, questions: Questions) -> dict[str, Any]
         found |= {"steps": trained.steps, "tokens": trained.tokens, "samples": trained.samples}
         found["own_validation"] = trained.acceptance_length
         drafter, _ = load_drafter(drafted, model=story.model)
-    drafter.to(story.device)
+    drafter.to(measured_on(story))
     held_out = story.scale.lesson.held_out
     found["forced"] = msgspec.to_builtins(
         forced(drafter, folder(story, "base"), held_out, DRAFT_TOKENS, everything=False)
@@ -145,6 +145,11 @@ def one_drafter(story: Story, kind: str, questions: Questions) -> dict[str, Any]
     if kind not in {"untrained", "sound"}:
         shutil.rmtree(folder(story, kind), ignore_errors=True)  # room for the next ones
     return found
+
+
+def measured_on(story: Story) -> str:
+    """Measure where training ran, unless flex attention, which measuring uses on a GPU, does not work there."""
+    return "cpu" if (story.work / "dense-attention").exists() else story.device
 
 
 def options(story: Story) -> Any:

@@ -99,6 +99,7 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
         device=args.device,
         python=str(Path(args.sglang_python).absolute()),
         pythonpath=os.pathsep.join([*paths, args.pythonpath]),
+        made_up=False,
         log_dir=logs,
     )
     about: dict[str, Any] = {

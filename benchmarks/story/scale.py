@@ -126,8 +126,19 @@ SCALES = {
         new_tokens=160,
         draft_vocab=8192,
         train=(
-            *("--ttt-steps", "5", "--tokens", "8192", "--epochs", "40", "--max-steps", "2400", "--lr", "1e-3"),
-            *("--warmup", "100", "--validate-every", "600", "--save-every", "300", "--held-out", "0.02"),
+            *("--ttt-steps", "5", "--tokens", "8192", "--epochs", "40", "--max-steps", "1600", "--lr", "1e-3"),
+            *(
+                "--warmup",
+                "100",
+                "--validate-every",
+                "400",
+                "--save-every",
+                "200",
+                "--held-out",
+                "0.02",
+                "--workers",
+                "6",
+            ),
         ),
         heads=("--heads", "12", "--kv-heads", "6", "--head-dim", "64"),
         bench_new_tokens=128,
@@ -135,7 +146,7 @@ SCALES = {
         lesson_prompts=8,
         lesson_new_tokens=48,
         lesson=TrainOptions(
-            ttt_steps=3, tokens=8192, epochs=400, max_steps=400, lr=1e-3, held_out=0.08, validate_every=400
+            ttt_steps=3, tokens=8192, epochs=400, max_steps=300, lr=1e-3, held_out=0.08, validate_every=300, workers=6
         ),
         prove_samples=64,
         server_flags=(

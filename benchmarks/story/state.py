@@ -173,7 +173,7 @@ class Story:
 
     def serve(self, name: str, *flags: str, capture: bool = False, layers: str = "auto") -> AbstractContextManager[str]:
         """Run one real SGLang with the target's weights, through `hsdump serve` or plain; gives its URL."""
-        base = ["--load-format", "auto", *self.scale.server_flags, *flags]
+        base = [*self.scale.server_flags, *flags]
         serve = None
         if capture:
             serve = ["--layers", layers, "--spool-bytes", str(self.scale.spool_bytes)]

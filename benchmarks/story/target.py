@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.story.scale import YARN, Scale
+from benchmarks.story.state import afresh
 from torch import Tensor
 
 from hsdump.demo.train_target import Training
@@ -38,8 +39,9 @@ MEAN_OVER = 20
 
 
 def dense_experts(self: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Stand in for `DeepseekV3Experts.forward`."""
+    """Stand in for the `forward` of transformers' experts, and note how often each was chosen."""
     num_experts, wide, _ = self.gate_up_proj.shape
+    self.load_E = torch.bincount(chosen_TK.flatten(), minlength=num_experts)
     gates_TE = torch.zeros(len(hidden_TH), num_experts, device=hidden_TH.device, dtype=weights_TK.dtype)
     gates_TE = gates_TE.scatter(1, chosen_TK, weights_TK)
     both = torch.nn.functional.linear(hidden_TH, self.gate_up_proj.reshape(num_experts * wide, -1))
@@ -80,8 +82,14 @@ def keys_for_sglang(scale: Scale) -> dict[str, Any]:
     }
 
 
-def routers(model: Any) -> list[Any]:
-    return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+def mixtures(model: Any) -> list[Any]:
+    """Give the layers' mixtures of experts, each with `gate` and `experts`."""
+    return [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+
+
+def compute_densely(model: Any) -> None:
+    for mixture in mixtures(model):
+        mixture.experts.forward = MethodType(dense_experts, mixture.experts)
 
 
 class Pretraining(Training):
@@ -91,18 +99,10 @@ class Pretraining(Training):
         self.scale, self.folder, self.device = scale, folder, device
         self.number, self.spent_s, self.curve = 0, 0.0, []
         self._recent: list[Tensor] = []
-        self._load: dict[Any, Tensor] = {}
         self._begun_s = time.monotonic()
         model.to(device).train()
-        for layer in model.model.layers:
-            if hasattr(layer.mlp, "experts"):
-                layer.mlp.experts.forward = MethodType(dense_experts, layer.mlp.experts)
-        for gate in routers(model):
-            gate.register_forward_hook(self._note_load)
+        compute_densely(model)
         super().__init__(model, scale.target_s / 60, scale.batch_rows, 0, scale.adam_lr)
-
-    def _note_load(self, gate: Any, _inputs: Any, output: Any) -> None:
-        self._load[gate] = torch.bincount(output[2].flatten(), minlength=gate.num_experts)
 
     @property
     def seconds(self) -> float:
@@ -125,8 +125,9 @@ class Pretraining(Training):
             one.step()
             schedule.step()
             one.zero_grad(set_to_none=True)
-        for gate, load in self._load.items():
-            gate.e_score_correction_bias += BIAS_STEP * torch.sign(load.float().mean() - load)
+        for mixture in mixtures(self.model):
+            load_E = mixture.experts.load_E.float()
+            mixture.gate.e_score_correction_bias += BIAS_STEP * torch.sign(load_E.mean() - load_E)
         return loss.detach()
 
     def rows(self, rows_RT: np.ndarray) -> Iterator[Tensor]:
@@ -215,7 +216,7 @@ def held_out_loss(model: Any, rows_RT: np.ndarray, device: str) -> float:
 
 def save_model(model: Any, scale: Scale, data: Path, folder: Path, *, llama: bool) -> None:
     """Write the target as a Hugging Face folder that SGLang loads, its weights in bfloat16."""
-    partial = folder.with_name(f"{folder.name}.partial")
+    partial = afresh(folder.with_name(f"{folder.name}.partial"))
     plain = copy.deepcopy(model).cpu().to(torch.bfloat16)
     plain.save_pretrained(partial)
     for path in (data / "tokenizer").iterdir():
@@ -224,6 +225,7 @@ def save_model(model: Any, scale: Scale, data: Path, folder: Path, *, llama: boo
         config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
         text = json.dumps({**config, **keys_for_sglang(scale)}, indent=2)
         (partial / "config.json").write_text(text + "\n", encoding="utf-8")
+    afresh(folder)
     partial.rename(folder)
 
 
@@ -235,15 +237,13 @@ def dense_error(folder: Path, rows_RT: np.ndarray) -> float:
     ids = torch.from_numpy(rows_RT[:1].astype(np.int64))
     with torch.inference_mode():
         own = model(ids).logits
-        for layer in model.model.layers:
-            if hasattr(layer.mlp, "experts"):
-                layer.mlp.experts.forward = MethodType(dense_experts, layer.mlp.experts)
+        compute_densely(model)
         return float((model(ids).logits - own).abs().max())
 
 
 def expert_shares(model: Any) -> list[float]:
     """Give the smallest and the largest bias of an expert's choice: how hard the load had to be evened out."""
-    biases = [float(value) for gate in routers(model) for value in gate.e_score_correction_bias]
+    biases = [float(value) for mixture in mixtures(model) for value in mixture.gate.e_score_correction_bias]
     return [round(min(biases), 4), round(max(biases), 4)] if biases else []
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.story.scale import Scale
 
 from hsdump.demo.tokenizer import make_tokenizer
-from hsdump.demo.train_target import LONGEST_BLOCK, SHORTEST_BLOCK, Exchange, chat_ids, exchanges
+from hsdump.demo.train_target import LONGEST_BLOCK, SHORTEST_BLOCK, Exchange, chat_text, exchanges
 
 PROSE = ("/usr/share/common-licenses", "/usr/share/doc", "/usr/share/man")
 LONGEST_FILE = 1 << 20
@@ -36,6 +36,7 @@ TOKENIZER_BYTES = 16 << 20
 LONGEST_QUESTION, SHORTEST_QUESTION = 192, 16
 """Tokens."""
 
+ENCODED_AT_ONCE = 4000
 POOL_BYTES = 16 << 20
 """Less text than this is read in one process."""
 
@@ -91,8 +92,8 @@ def read_texts(scale: Scale, carried: Path | None = None) -> Texts:
     parts = [files[start : start + 200] for start in range(0, len(files), 200)]
     if scale.text_bytes < POOL_BYTES:
         found = [cut(part, scale.held_out) for part in parts]
-    else:
-        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    else:  # forked: a new Python would import torch for each, and no thread is at work yet
+        with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
             found = list(pool.map(partial(cut, share=scale.held_out), parts))
     every = [one for part in found for one in part]
     return Texts(
@@ -149,7 +150,7 @@ def prepare(scale: Scale, folder: Path, carried: Path | None = None) -> dict[str
     tokenizer.save_pretrained(folder / "tokenizer")
     figures = {"files": texts.files, "characters": texts.bytes, "exchanges": len(learn)}
     for name, found in (("rows", learn), ("held-out-rows", texts.held_out)):
-        rows = to_rows(chat_ids(tokenizer, found), scale.row_tokens)
+        rows = to_rows(encode(tokenizer, found), scale.row_tokens)
         np.save(folder / f"{name}.npy", rows)
         figures[f"{name.replace('-', '_')}_tokens"] = rows.size
     figures["questions"] = write_questions(folder / "learn.jsonl", tokenizer, learn, scale.learn)
@@ -157,9 +158,19 @@ def prepare(scale: Scale, folder: Path, carried: Path | None = None) -> dict[str
     return figures
 
 
-def to_rows(documents: Sequence[list[int]], length: int) -> np.ndarray:
+def encode(tokenizer: Any, found: Sequence[Exchange]) -> list[np.ndarray]:
+    """Write exchanges as the chat template does, as uint16 ids; some at a time, as lists of ids take memory."""
+    arrays = []
+    for start in range(0, len(found), ENCODED_AT_ONCE):
+        texts = [chat_text(exchange) for exchange in found[start : start + ENCODED_AT_ONCE]]
+        encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+        arrays += [np.array(one.ids, dtype=np.uint16) for one in encoded]
+    return arrays
+
+
+def to_rows(documents: Sequence[np.ndarray], length: int) -> np.ndarray:
     """Lay documents end to end into rows [R, T]."""
-    flat = np.concatenate([np.asarray(document, dtype=np.uint16) for document in documents])
+    flat = np.concatenate(documents)
     return flat[: len(flat) // length * length].reshape(-1, length)
 
 

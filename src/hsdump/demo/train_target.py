@@ -122,9 +122,14 @@ def make_model(seed: int) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def chat_text(exchange: Exchange) -> str:
+    """Write an exchange as the chat template does."""
+    return f"{START}user\n{exchange.head}{END}\n{START}assistant\n{exchange.rest}{END}\n"
+
+
 def chat_ids(tokenizer: Any, found: Sequence[Exchange]) -> list[list[int]]:
-    """Write exchanges as the chat template does, one list of ids each."""
-    texts = [f"{START}user\n{exchange.head}{END}\n{START}assistant\n{exchange.rest}{END}\n" for exchange in found]
+    """Give the ids of exchanges, one list each."""
+    texts = [chat_text(exchange) for exchange in found]
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
