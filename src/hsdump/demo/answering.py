@@ -32,17 +32,20 @@ class _Kept:
     """[layers, B, N, S, D]"""
 
     values: Tensor
-    seen_BS: Tensor
-    """bool; False for what fills a shorter question up, on its left."""
+    seen: Tensor
+    """bool [B, S]; False for what fills a shorter question up, on its left."""
 
-    position_B: Tensor
-    token_B: Tensor
+    positions: Tensor
+    """int64 [B] of the token to be read next."""
+
+    tokens: Tensor
+    """int64 [B]"""
 
     def only(self, stay: Tensor) -> None:
         """Go on with these alone."""
-        self.rows, self.seen_BS = self.rows[stay], self.seen_BS[stay]
+        self.rows, self.seen = self.rows[stay], self.seen[stay]
         self.keys, self.values = self.keys[:, stay], self.values[:, stay]
-        self.position_B, self.token_B = self.position_B[stay], self.token_B[stay]
+        self.positions, self.tokens = self.positions[stay], self.tokens[stay]
 
 
 class Answerer:
@@ -69,26 +72,26 @@ class Answerer:
             rows=torch.arange(total),
             keys=torch.empty(shape),
             values=torch.empty(shape),
-            seen_BS=seen_BS,
-            position_B=positions_BS[:, -1] + 1,
-            token_B=torch.zeros(total, dtype=torch.int64),
+            seen=seen_BS,
+            positions=positions_BS[:, -1] + 1,
+            tokens=torch.zeros(total, dtype=torch.int64),
         )
         with torch.inference_mode():
             causal = torch.ones(longest, longest, dtype=torch.bool).tril()
             # What fills up sees itself: a row of a softmax must not be empty.
             mask = (causal & seen_BS[:, None, :longest]) | torch.eye(longest, dtype=torch.bool)
-            kept.token_B = self._forward(kept, padded_BS, positions_BS, 0, mask[:, None])
+            kept.tokens = self._forward(kept, padded_BS, positions_BS, 0, mask[:, None])
             for place in range(longest, longest + new_tokens):
-                for row, token in zip(kept.rows.tolist(), kept.token_B.tolist(), strict=True):
+                for row, token in zip(kept.rows.tolist(), kept.tokens.tolist(), strict=True):
                     if not answers[row] or answers[row][-1] != self.stop:
                         answers[row].append(token)
                 if place % LEAVE_EVERY == 0:
                     kept.only(torch.tensor([answers[row][-1] != self.stop for row in kept.rows.tolist()]))
                 if not len(kept.rows) or place == longest + new_tokens - 1:
                     break
-                mask = kept.seen_BS[:, None, None, : place + 1]
-                kept.token_B = self._forward(kept, kept.token_B[:, None], kept.position_B[:, None], place, mask)
-                kept.position_B = kept.position_B + 1
+                mask = kept.seen[:, None, None, : place + 1]
+                kept.tokens = self._forward(kept, kept.tokens[:, None], kept.positions[:, None], place, mask)
+                kept.positions = kept.positions + 1
         return answers
 
     def _forward(self, kept: _Kept, ids_BT: Tensor, positions_BT: Tensor, start: int, mask: Tensor) -> Tensor:

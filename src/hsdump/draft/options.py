@@ -27,6 +27,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     accumulate: int = 1
     epochs: int = 10
     max_steps: int | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3
     min_lr_share: float = 0.1
     warmup: int = 50

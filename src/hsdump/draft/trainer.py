@@ -20,15 +20,14 @@ from hsdump.draft.acceptance import Acceptance, measure
 from hsdump.draft.checkpoints import OPTIMIZER, WEIGHTS, State, load_tensors, save_step, trained
 from hsdump.draft.data import Batch, Side, align
 from hsdump.draft.model import Drafter
+from hsdump.draft.optimizer import Optimizer
 from hsdump.draft.options import TrainOptions
 from hsdump.draft.progress import Progress, gpu_gib, step_rows
 from hsdump.draft.ranks import Ranks, put, spread, whole
 from hsdump.draft.target import Target
 from hsdump.draft.unrolled import Unrolled, make_causal, step_counts
-from hsdump.errors import InputError
+from hsdump.errors import InputError, UsageError
 from hsdump.torch import TokenBudgetSampler, make_loader
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,8 +54,11 @@ class Trainer:
 
         Raises:
             InputError: no sample to learn from, or a damaged checkpoint.
+            UsageError: options that do not go together.
         """
         options, device = self.options, self.ranks.device
+        if options.fsdp and options.optimizer == "muon":
+            raise UsageError("--optimizer muon needs whole matrices, which --fsdp cuts up", "leave one of them out")
         if not len(self.learn):
             raise InputError(
                 f"{self.learn.store.path} has no sample to learn from", "lower --held-out, or capture more"
@@ -68,12 +70,8 @@ class Trainer:
             self.drafter, head, steps=options.ttt_steps, decay=options.step_decay, loss=options.loss
         ).to(device)
         self._module = spread(unrolled, self.ranks, fsdp=options.fsdp)
-        self._optimizer = torch.optim.AdamW(
-            [weight for _, weight in trained(self.drafter)],
-            lr=options.lr,
-            betas=(0.9, 0.95),
-            weight_decay=options.weight_decay,
-        )
+        named = trained(self.drafter)
+        self._optimizer = Optimizer(named, options.optimizer, lr=options.lr, weight_decay=options.weight_decay)
         self._sampler = TokenBudgetSampler(
             self.learn.lengths,
             tokens=options.tokens,
@@ -163,8 +161,6 @@ class Trainer:
         """Learn from `accumulate` batches and change the weights once."""
         options, state = self.options, self.state
         lr = options.lr * _share(state.step, total, options)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
         sums = torch.zeros(options.ttt_steps, 3)
         loss_sum = torch.zeros(())
         tokens = 0
@@ -177,8 +173,7 @@ class Trainer:
             loss_sum += loss
             tokens += len(batch.inputs.input_ids)
         norm = torch.nn.utils.clip_grad_norm_([w for _, w in trained(self.drafter)], options.clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step(lr)
         state.step += 1
         counted = self.ranks.sum(torch.tensor([tokens], device=self.ranks.device))
         state.tokens += int(counted)
@@ -263,11 +258,7 @@ class Trainer:
 
     def _save(self, *, best: bool) -> None:
         weights = {name: whole(weight) for name, weight in trained(self.drafter)}
-        moments = {
-            f"{name}.{moment}": whole(self._optimizer.state[weight][moment])
-            for name, weight in trained(self.drafter)
-            for moment in MOMENTS
-        }
+        moments = self._optimizer.moments(whole)
         if self.ranks.first:
             save_step(self.out, self.state, weights, moments, best=best)
         self.ranks.barrier()
@@ -276,10 +267,7 @@ class Trainer:
         weights, moments = load_tensors(place / WEIGHTS), load_tensors(place / OPTIMIZER)
         for name, weight in trained(self.drafter):
             put(weight, weights[name])
-            kept = {moment: torch.zeros_like(weight) for moment in MOMENTS}
-            for moment in MOMENTS:
-                put(kept[moment], moments[f"{name}.{moment}"])
-            self._optimizer.state[weight] = {"step": torch.tensor(float(self.state.step)), **kept}
+        self._optimizer.restore(moments, self.state.step, put)
 
 
 def _share(step: int, total: int, options: TrainOptions) -> float:

@@ -1,6 +1,6 @@
 """The loss of a batch over all steps of the training-time test, as one module: what DDP and FSDP wrap.
 
-Letters: T = tokens, H = hidden size, K = draft vocabulary.
+Letters: T = tokens, M = rows that are learned from, H = hidden size, K = draft vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hsdump.draft.attention import ByDocument, Causal, Flex
 from hsdump.draft.data import Batch
-from hsdump.draft.loss import LOSSES, shift, step_mask
+from hsdump.draft.loss import LOSSES, step_mask
 from hsdump.draft.model import Drafter, Inputs
 
 
@@ -39,12 +39,16 @@ class Unrolled(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
             A scalar, and float32 [steps, 2] without gradient. A guess is right here when it is the target's first
             choice within the draft vocabulary.
         """
+        # Only rows that are learned from meet the head: prompts are half of many stores, and logits cost the most.
+        rows_M, documents_T = torch.nonzero(batch.mask)[:, 0], batch.inputs.document_ids
         with torch.no_grad():
-            target_TK = batch.final.to(self.head.dtype) @ self.head.T
-        total = torch.zeros((), device=target_TK.device)
+            target_MK = batch.final[rows_M].to(self.head.dtype) @ self.head.T
+        total = torch.zeros((), device=target_MK.device)
         sums = []
         for step, normed_TH in enumerate(self.drafter.unroll(batch.inputs, self.steps, causal)):
-            args = (normed_TH, shift(target_TK, step), step_mask(batch.mask, batch.inputs.document_ids, step))
+            from_M = rows_M - step  # where the draft began whose guess at this step is the row's
+            inside = (from_M >= 0) & (documents_T[from_M.clamp_min(0)] == documents_T[rows_M])
+            args = (normed_TH[from_M[inside]], target_MK if step == 0 else target_MK[inside])
             if normed_TH.is_cuda and torch.is_grad_enabled():
                 # The logits are the largest tensors by far; computing them twice keeps one step's at a time.
                 lost, right = checkpoint(self._step, *args, use_reentrant=False)
@@ -54,11 +58,10 @@ class Unrolled(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
             sums.append(torch.stack([lost.detach(), right]))
         return total, torch.stack(sums)
 
-    def _step(self, normed_TH: Tensor, target_TK: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-        logits_TK = self.drafter.lm_head(normed_TH)
-        each = self.loss(logits_TK, target_TK)
-        right = ((logits_TK.argmax(-1) == target_TK.argmax(-1)) & mask_T).sum().float()
-        return torch.where(mask_T, each, torch.zeros_like(each)).sum(), right.detach()
+    def _step(self, normed_MH: Tensor, target_MK: Tensor) -> tuple[Tensor, Tensor]:
+        logits_MK = self.drafter.lm_head(normed_MH)
+        right = (logits_MK.argmax(-1) == target_MK.argmax(-1)).sum().float()
+        return self.loss(logits_MK, target_MK).sum(), right.detach()
 
 
 def make_causal(inputs: Inputs, kind: str) -> Causal:
