@@ -310,7 +310,7 @@ def test_compare_as_a_command_with_a_page(tmp_path: Path, capsys: pytest.Capture
     report = json.loads(capsys.readouterr().out)
     assert (report["samples"], report["only_a"], report["only_b"]) == (2, 1, 1)
     assert report["facts"] == ["engine_version: A '0.5.23', B '0.5.11'"]
-    assert "Which state of B" in page.read_text(encoding="utf-8")
+    assert "Which state of B is each state of A" in page.read_text(encoding="utf-8")
     assert main(["compare", str(one), str(other)]) == 0
     assert "the same bit for bit" in capsys.readouterr().out
     assert main(["compare", str(one), str(other), "--html", str(tmp_path / "no" / "page.html")]) == 64
