@@ -92,7 +92,7 @@ class Server:
         reply = await client.post(f"{self.url}/generate", json=body, headers=self._headers)
         reply.raise_for_status()
         meta = reply.json()["meta_info"]
-        histogram = next((meta[name] for name in HISTOGRAMS if meta.get(name)), [])
+        histogram: list[int] = next((meta[name] for name in HISTOGRAMS if meta.get(name)), [])
         return {
             "tokens": int(meta["completion_tokens"]),
             "verify": int(meta.get("spec_verify_ct") or 0),
