@@ -19,6 +19,7 @@ from hsdump.store import Store, StoreWriter, WriterOptions
 from hsdump.store.format import shard_path
 from hsdump.verify import Finding, Report, VerifyOptions, verify_store
 from hsdump.verify.norms import NormHistogram
+from hsdump.verify.proof_file import PROOF_NAME, store_digest
 from tests.store.making import VOCAB, Made, fill, make_manifest, make_sample
 
 LENGTH = 24
@@ -53,6 +54,30 @@ def only_finding(report: Report) -> Finding:
     assert len(report.findings) == 1, report.findings
     assert sum(report.counts.values()) == 1
     return report.findings[0]
+
+
+def test_a_store_without_a_sample_is_suspicious(tmp_path: Path) -> None:
+    fill(tmp_path / "store", range(0))
+    report = verify_store(tmp_path / "store")
+    assert (only_finding(report).check, report.exit_code) == ("no-samples", 1)
+
+
+def test_a_proof_is_worth_nothing_once_the_store_holds_something_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "store"
+    fill(path, range(3))
+    assert verify_store(path).proof == "none"
+    with Store(path) as store:
+        digests = {"store_digest": store_digest(store), "manifest_digest": store.manifest.digest}
+    (path / PROOF_NAME).write_text(json.dumps({"verdict": "proved", "of_samples": 3, **digests}))
+    assert verify_store(path).proof == "proved"
+    fill(path, range(3, 5))
+    assert main(["verify", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "outdated: proved when the store held 3 samples, and it has changed since; prove it again" in shown
+    (path / PROOF_NAME).write_text("{")
+    assert verify_store(path).proof.startswith("unreadable: ")
 
 
 def test_a_sound_store_is_clean(tmp_path: Path) -> None:
