@@ -99,6 +99,18 @@ def test_a_step_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
     assert story.step("now", 1, lambda: {"found": 2})["found"] == 1
 
 
+def test_a_step_that_was_cut_counts_all_its_time(tmp_path: Path) -> None:
+    story = make_story(tmp_path, seconds=60)
+
+    def cut() -> dict[str, Any]:
+        time.sleep(0.05)
+        raise OutOfTime("cut")
+
+    with pytest.raises(OutOfTime):
+        story.step("long", 1, cut)
+    assert story.step("long", 1, dict)["step_seconds"] >= 0.05
+
+
 def test_a_command_that_fails_is_told_with_its_words(tmp_path: Path) -> None:
     story = make_story(tmp_path, seconds=60)
     story.in_process = True

@@ -89,7 +89,8 @@ def serving(steps: Steps) -> list[str]:
         if name in steps:
             rows.append([name, "verdict", steps[name].get("verdict")])
     if "serve.detach" in steps:
-        rows.append(["serve.detach", "spools left", len(steps["serve.detach"]["spools_left"])])
+        found = steps["serve.detach"]
+        rows.append(["serve.detach", "proofs", "; ".join(found.get("proofs", found.get("words", [])))])
     words = steps.get("serve.prove", {}).get("words", [])
     return ["", "## Served, captured, proved", *table(["step", "figure", ""], rows), *(f"- {word}" for word in words)]
 

@@ -102,6 +102,8 @@ class Story:
     def step(self, name: str, needs_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Do something once: its figures are written when it is done, and given from there afterwards.
 
+        `step_seconds` counts tries that were cut as well.
+
         Raises:
             OutOfTime: less than `needs_s` seconds are left.
         """
@@ -111,8 +113,13 @@ class Story:
         self.need(needs_s, name)
         begin = time.monotonic()
         print(f"[{name}] begins, {self.left():.0f} s are left", flush=True)
-        found = work()
-        before = found.get("step_seconds", 0.0)
+        cut = self.work / "cut" / f"{name}.json"
+        before = float(json.loads(cut.read_text(encoding="utf-8"))) if cut.exists() else 0.0
+        try:
+            found = work()
+        except OutOfTime:
+            write(cut, round(before + time.monotonic() - begin, 2))
+            raise
         found["step_seconds"] = round(before + time.monotonic() - begin, 2)
         write(self.work / "done" / f"{name}.json", found)
         self.publish()
