@@ -24,7 +24,7 @@ demo: .venv
 	$(BIN)/python -m hsdump.demo.run
 
 test: .venv engines consumers tiny-models check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40
 
 check: .venv
 	$(BIN)/ruff check .
