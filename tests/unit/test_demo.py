@@ -145,7 +145,7 @@ def test_questions_to_test_with_come_from_files_that_nobody_learned_from() -> No
 def test_a_step_that_fails_ends_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Demo, "_ask", lambda _self: None)
+    monkeypatch.setattr(Demo, "_ask", lambda _self: 0)
     monkeypatch.setattr(Demo, "_hsdump", lambda _self, verb, *_words: 65 if verb == "extract" else pytest.fail(verb))
     assert main(["--out", str(tmp_path / "out")]) == 65
     assert "the demo ends here: hsdump extract gave exit code 65" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """The demo's questions and the target's own answers to them, as exact tokens.
 
-    python -m hsdump.demo.questions TARGET OUT --learn 320 --test 24
+    python -m hsdump.demo.questions TARGET OUT --learn 1200 --test 24
 
 A question is the beginning of a function of Python's standard library; the target goes on. Those to test with are none
 of those that the drafter learns from. A drafter learns from what the target says itself, not from what somebody else
@@ -19,29 +19,39 @@ from typing import Any
 
 from hsdump.demo.train_target import Exchange, exchanges, library_files
 
-LONGEST_QUESTION = 160
+LONGEST_QUESTION = 112
 SHORTEST_QUESTION = 16
-"""Tokens."""
+SHORTEST_ANSWER = 8
+"""Tokens. A third of the questions is answered with nothing but the end, from which nothing can be learned."""
 
 BATCH = 32
+ROUND = 256
+"""Questions that are answered before it is seen whether more are needed."""
+
+Asked = tuple[Exchange, list[int], list[int]]
+"""A question, its tokens, and those of the answer."""
 
 
 def write_questions(target: Path, out: Path, *, learn: int, test: int, new_tokens: int, unseen: bool = False) -> None:
-    """Write `answers.jsonl` (tokens and loss masks to learn from) and `test.jsonl` (questions) into a folder."""
+    """Write `answers.jsonl` (tokens and loss masks to learn from) and `test.jsonl` (questions) into a folder.
+
+    No question to test with is learned from, not under another name either.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from hsdump.demo.answering import Answerer
+
     tokenizer = AutoTokenizer.from_pretrained(target)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    pool = _choose(tokenizer, held_out=False, number=learn + test)
-    asked, questions = pool[:learn], pool[learn:]
-    if unseen:
-        questions = _choose(tokenizer, held_out=True, number=test)
-    rows: list[dict[str, Any]] = []
-    by_length = sorted(asked, key=lambda pair: len(pair[1]))  # little padding in a batch
-    for start in range(0, len(by_length), BATCH):
-        batch = [(exchange.source, ids) for exchange, ids in by_length[start : start + BATCH]]
-        rows += answer(model, batch, new_tokens)
+    answerer = Answerer(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval())
+    seen = _asked(answerer, _choose(tokenizer, held_out=False), learn + (0 if unseen else test), new_tokens)
+    tested = _asked(answerer, _choose(tokenizer, held_out=True), test, new_tokens) if unseen else seen[:test]
+    known = {tuple(ids) for _, ids, _ in tested}
+    rows = [
+        {"id": exchange.source, "input_ids": ids + said, "loss_mask": [0] * len(ids) + [1] * len(said)}
+        for exchange, ids, said in seen
+        if tuple(ids) not in known
+    ]
     _write(out / "answers.jsonl", rows)
     _write(
         out / "test.jsonl",
@@ -51,12 +61,29 @@ def write_questions(target: Path, out: Path, *, learn: int, test: int, new_token
                 "category": "docstring" if '"""' in exchange.head else "code",
                 "messages": [{"role": "user", "content": exchange.head}],
             }
-            for exchange, _ in questions
+            for exchange, _, _ in tested
         ],
     )
 
 
-def _choose(tokenizer: Any, *, held_out: bool, number: int) -> list[tuple[Exchange, list[int]]]:
+def _asked(answerer: Any, questions: list[tuple[Exchange, list[int]]], number: int, new_tokens: int) -> list[Asked]:
+    """Ask until there are so many answers, or no more questions; in the order of the questions."""
+    found: list[Asked] = []
+    for start in range(0, len(questions), ROUND):
+        part = questions[start : start + ROUND]
+        by_length = sorted(range(len(part)), key=lambda place: len(part[place][1]))  # little to fill up in a batch
+        said: dict[int, list[int]] = {}
+        for first in range(0, len(part), ROUND // 2):
+            places = by_length[first : first + ROUND // 2]
+            answers = answerer.answer([part[place][1] for place in places], new_tokens)
+            said |= dict(zip(places, answers, strict=True))
+        found += [(*part[place], said[place]) for place in range(len(part)) if len(said[place]) >= SHORTEST_ANSWER]
+        if len(found) >= number:
+            break
+    return found[:number]
+
+
+def _choose(tokenizer: Any, *, held_out: bool) -> list[tuple[Exchange, list[int]]]:
     found = list(exchanges(library_files(held_out=held_out), seed=1))
     random.Random(2).shuffle(found)  # noqa: S311  # an order, not a secret
     chosen: list[tuple[Exchange, list[int]]] = []
@@ -67,8 +94,6 @@ def _choose(tokenizer: Any, *, held_out: bool, number: int) -> list[tuple[Exchan
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if SHORTEST_QUESTION <= len(ids) <= LONGEST_QUESTION:
             chosen.append((exchange, ids))
-        if len(chosen) == number:
-            break
     return chosen
 
 
@@ -106,9 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hsdump.demo.questions")
     parser.add_argument("target", type=Path, help="the target's folder")
     parser.add_argument("out", type=Path, help="folder to write into")
-    parser.add_argument("--learn", type=int, default=320)
-    parser.add_argument("--test", type=int, default=24)
-    parser.add_argument("--new-tokens", type=int, default=80)
+    parser.add_argument("--learn", type=int, default=1200, help="answers to learn from")
+    parser.add_argument("--test", type=int, default=24, help="questions to test with")
+    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--unseen", action="store_true", help="test with files that the target never saw")
     options = parser.parse_args()
     write_questions(
