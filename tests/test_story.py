@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -17,6 +19,7 @@ from benchmarks.serving.servers import Target
 from benchmarks.story import bench, lesson, report, run, target, text
 from benchmarks.story.scale import SCALES
 from benchmarks.story.state import OutOfTime, StepFailed, Story
+from benchmarks.story.together import together
 from benchmarks.train import variants
 
 from hsdump.store import Store
@@ -199,3 +202,24 @@ def test_the_arithmetic_of_a_gain() -> None:
     assert found["plain_forward_ms"] == 1.5
     assert found["break_even_length"] == pytest.approx(2.0)
     assert found["speedup"] == pytest.approx(1.25)
+
+
+def test_servers_beside_one_that_fails_are_stopped() -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def server(name: str) -> Iterator[str]:
+        if name == "bad":
+            raise RuntimeError("no server")
+        log.append(f"{name} up")
+        try:
+            yield f"http://{name}"
+        finally:
+            log.append(f"{name} down")
+
+    with together({name: partial(server, name) for name in ("a", "b")}, at_once=2) as urls:
+        assert urls == {"a": "http://a", "b": "http://b"}
+    starts = {name: partial(server, name) for name in ("c", "bad")}
+    with pytest.raises(RuntimeError, match="no server"), together(starts, at_once=2):
+        pass
+    assert sorted(log) == ["a down", "a up", "b down", "b up", "c down", "c up"]

@@ -67,6 +67,7 @@ def server(
     *,
     serve: list[str] | None = None,
     env: dict[str, str] | None = None,
+    wait_s: float = 240.0,
 ) -> Iterator[str]:
     """Run one server. `serve`: options of `hsdump serve`, or None for a server without capture."""
     with _PORTS:
@@ -84,15 +85,15 @@ def server(
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_up(url, process, log)
+        _wait_until_up(url, process, log, wait_s)
         print(f"[{name}] up after {time.monotonic() - begin:.0f} s", flush=True)
         yield url
     finally:
         _stop(process)
 
 
-def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 240
+def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:

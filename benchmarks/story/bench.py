@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -33,25 +32,24 @@ def bench_stage(story: Story) -> None:
     names = [f"bench.steps-{steps}" for steps in story.scale.steps] + ["bench.lossless"]
     if all(story.figures(name) is not None for name in names):
         return
-    with ExitStack() as stack:
-        wanted = [steps for steps in story.scale.steps if story.figures(f"bench.steps-{steps}") is None]
-        wanted = sorted({*wanted, story.scale.steps[0]})
-        starts = {str(steps): partial(story.serve, f"eagle-{steps}", *flags(story, steps)) for steps in wanted}
-        story.need(START_S, "starting servers")
-        urls = together(
-            stack,
-            {"plain": partial(story.serve, "without", *story.scale.bench_flags), **starts},
-            at_once=len(starts) + 1,
-        )
-        prompts = questions(story)
-        for url in urls.values():  # kernels and graphs, once
-            asyncio.run(answers(url, prompts[:16], 16, 16))
-        for steps in story.scale.steps:
-            if str(steps) in urls:
-                story.step(f"bench.steps-{steps}", 15, partial(measure, story, urls[str(steps)], urls["plain"], steps))
-        some = prompts[: len(prompts) // 2]
-        first = urls[str(story.scale.steps[0])]
-        story.step("bench.lossless", 20, lambda: lossless(first, urls["plain"], some, story.scale.bench_new_tokens))
+    story.need(START_S, "starting servers")
+    wanted = [steps for steps in story.scale.steps if story.figures(f"bench.steps-{steps}") is None]
+    wanted = sorted({*wanted, story.scale.steps[0]})
+    starts = {str(steps): partial(story.serve, f"eagle-{steps}", *flags(story, steps)) for steps in wanted}
+    starts["plain"] = partial(story.serve, "without", *story.scale.bench_flags)
+    with together(starts, at_once=len(starts)) as urls:
+        with_servers(story, urls)
+
+
+def with_servers(story: Story, urls: dict[str, str]) -> None:
+    prompts, plain = questions(story), urls["plain"]
+    for url in urls.values():  # kernels and graphs, once
+        asyncio.run(answers(url, prompts[:16], 16, 16))
+    for steps in story.scale.steps:
+        if str(steps) in urls:
+            story.step(f"bench.steps-{steps}", 15, partial(measure, story, urls[str(steps)], plain, steps))
+    some, first = prompts[: len(prompts) // 2], urls[str(story.scale.steps[0])]
+    story.step("bench.lossless", 20, lambda: lossless(first, plain, some, story.scale.bench_new_tokens))
 
 
 def flags(story: Story, steps: int) -> list[str]:

@@ -11,7 +11,6 @@ then the check with which `hsdump train` begins.
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,15 +71,13 @@ def check_all(story: Story) -> None:
     kinds = [kind for kind in KINDS if story.figures(f"lesson.check-{kind}") is None]
     if not kinds:
         return
-    with ExitStack() as stack:
-        url = ""
-        if story.engine == "sglang":
-            story.need(START_S, "starting the server")
-            url = together(
-                stack, {"judge": partial(story.serve, "judge", *story.scale.prefill_flags, capture=True)}, at_once=1
-            )["judge"]
+    starts = {}
+    if story.engine == "sglang":
+        story.need(START_S, "starting the server")
+        starts["judge"] = partial(story.serve, "judge", *story.scale.prefill_flags, capture=True)
+    with together(starts, at_once=1) as urls:
         for kind in kinds:
-            story.step(f"lesson.check-{kind}", 8, partial(check, story, kind, url))
+            story.step(f"lesson.check-{kind}", 8, partial(check, story, kind, urls.get("judge", "")))
 
 
 def check(story: Story, kind: str, url: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from benchmarks.story.state import OutOfTime, Story, write
 
 STAGES = ("target", "serve", "draft", "bench", "lesson")
 MLA_ON_CPU = Path(__file__).parents[2] / "tests/server/mla_on_cpu"
-CLEAN_UP_S = 25.0
+CLEAN_UP_S = 40.0
 """What stopping servers and commands may take after the time is over."""
 
 DONE, FAILED, CALL_AGAIN = 0, 1, 4

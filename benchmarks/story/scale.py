@@ -189,7 +189,7 @@ SCALES = {
         adam_lr=3e-3,
         learn=320,
         test=16,
-        new_tokens=48,
+        new_tokens=64,
         draft_vocab=1024,
         train=(
             *("--ttt-steps", "3", "--tokens", "512", "--epochs", "40", "--max-steps", "400", "--lr", "3e-3"),

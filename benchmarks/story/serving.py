@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,12 @@ def serve_stage(story: Story) -> None:
         in_process(story)
         return
     if any(story.figures(name) is None for name in STEPS):
-        with ExitStack() as stack:
-            starts = {
-                "capture": lambda: story.serve("capture", *story.scale.generate_flags, capture=True),
-                "plain": lambda: story.serve("plain", *story.scale.prefill_flags),
-            }
-            story.need(START_S, "starting servers")
-            urls = together(stack, starts, at_once=len(starts) if story.device == "cuda" else 1)
+        story.need(START_S, "starting servers")
+        starts = {
+            "capture": lambda: story.serve("capture", *story.scale.generate_flags, capture=True),
+            "plain": lambda: story.serve("plain", *story.scale.prefill_flags),
+        }
+        with together(starts, at_once=len(starts) if story.device == "cuda" else 1) as urls:
             with_server(story, urls["capture"], urls["plain"])
     story.step("serve.detach", 5, lambda: detach(story))
 

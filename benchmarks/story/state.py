@@ -20,7 +20,7 @@ from benchmarks.serving.servers import Target, server
 from benchmarks.story.scale import Scale
 
 QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-STOP_S = 20.0
+STOP_S = 10.0
 
 
 class OutOfTime(Exception):
@@ -184,7 +184,7 @@ class Story:
         serve = None
         if capture:
             serve = ["--layers", layers, "--spool-bytes", str(self.scale.spool_bytes)]
-        return server(self.target, name, self.model, base, serve=serve)
+        return server(self.target, name, self.model, base, serve=serve, wait_s=min(240.0, max(self.left(), 1.0)))
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
