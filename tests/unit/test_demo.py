@@ -142,6 +142,22 @@ def test_questions_to_test_with_come_from_files_that_nobody_learned_from() -> No
     assert all(one.head and one.rest for one in train_target.exchanges(unseen[:2], seed=0))
 
 
+def test_answers_are_those_of_generate() -> None:
+    """The demo decodes for itself, because `generate` takes four times as long; it must not say anything else."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hsdump.demo.answering import Answerer
+    from hsdump.demo.questions import answer
+
+    model = AutoModelForCausalLM.from_pretrained(run.TARGET, dtype=torch.float32).eval()
+    asked = [("a", [1, 300, 301, 302, 303]), ("b", list(range(400, 421))), ("c", [1, 7, 8])]
+    rows = answer(model, asked, 24)
+    assert Answerer(model).answer([ids for _, ids in asked], 24) == [
+        row["input_ids"][len(ids) :] for row, (_, ids) in zip(rows, asked, strict=True)
+    ]
+
+
 def test_a_step_that_fails_ends_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
