@@ -57,7 +57,7 @@ def main() -> None:
                 time.sleep(0.1)
             time.sleep(0.2)  # it is written by another thread, and renamed by nobody
             saved = load_file(path)
-            found[str(number)] = saved["hidden_states"].contiguous()
+            found[str(number)] = saved["hidden_states"].float().contiguous()  # numpy knows no bfloat16
         save_file(found, options.out)
 
 
