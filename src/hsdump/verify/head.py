@@ -115,7 +115,8 @@ class Head:
         found = RowLogprobs(np.full(rows, np.nan), np.zeros(rows, np.int64), np.full(rows, np.nan))
         for start in range(0, rows, ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            self._some(to_float32(state_RH[part], dtype), dtype, target_ids[part], other_ids[part], found, start)
+            with np.errstate(over="ignore", invalid="ignore"):  # states may hold infinities; what comes of them is nan
+                self._some(to_float32(state_RH[part], dtype), dtype, target_ids[part], other_ids[part], found, start)
         return found
 
     def _some(
