@@ -17,14 +17,16 @@ from transformers import AutoModelForCausalLM
 from hsdump.arrays import to_float32
 from hsdump.cli.main import main
 from hsdump.errors import InputError
+from hsdump.samples import TokenSample
 from hsdump.schema import EngineInfo, StateShape
-from hsdump.store import StoreWriter
+from hsdump.store import Store, StoreWriter
 from hsdump.store.fp8 import from_float32
 from hsdump.verify.checkpoint import Checkpoint
 from hsdump.verify.compare import compare_stores
 from hsdump.verify.grid import GridEvidence
 from hsdump.verify.head import Head, HeadSettings
 from hsdump.verify.probe import Captured, Prober
+from hsdump.verify.prove import ProofReport, Prover
 from hsdump.verify.reference import StreamingReference
 from hsdump.verify.rows import Move, find_moves, norm_apart
 from hsdump.verify.texts import TextChecker
@@ -334,3 +336,41 @@ def test_tokens_of_another_template_or_tokenizer_are_told(tiny_llama: Path) -> N
     assert "another chat template" in checker.check([bare]).problems[0]
     key, ids, mask = sample(parts)
     assert "another tokenizer" in checker.check([(key, np.where(ids > 2, ids + 1, ids), mask)]).problems[0]
+
+
+def test_prove_names_another_width_and_states_that_hold_no_numbers(tiny_llama: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        hidden = model(torch.tensor(IDS[:1]), output_hidden_states=True, use_cache=False).hidden_states
+    states = {"layer2": bits(hidden[2][0]), "final": bits(hidden[-1][0])}
+    manifest = make_manifest(hidden_size=256, vocab_size=2048, layers=[2])
+    sample = TokenSample.make("one", IDS[0], np.ones(24, np.uint8))
+    ids = np.append(IDS[0, 1:], 5)
+    said = Head(Checkpoint(tiny_llama), 2048).logprobs(states["final"], "bfloat16", ids, ids)
+    told = np.ones(24, np.bool_)
+    answer = Answer(
+        logprobs=said.target, next_ids=ids, top_ids=said.top_id, top_logprobs=said.target, told=told, states=states
+    )
+
+    def judged(name: str, final: Any, served: StateShape | None = None, model: Path = tiny_llama) -> ProofReport:
+        with StoreWriter.open(tmp_path / name, manifest) as writer:
+            writer.add(sample, [states["layer2"], final])
+            writer.commit()
+        with Store(tmp_path / name) as store:
+            prover = Prover(manifest, str(model), text=False)
+            return prover.judge(store.__getitem__, {sample.key: answer}, served)
+
+    assert judged("sound", states["final"]).verdict == "proved"
+    broken = states["final"].copy()
+    broken[3, 1] = 0x7F80
+    report = judged("infinite", broken)
+    assert (report.verdict, report.words[1]) == (
+        "not proved",
+        "final of the store holds NaN or infinity in 1 of 24 rows",
+    )
+    narrow = StateShape(layers=(2,), hidden_size=128, dtype="bfloat16", final_state="post_norm")
+    words = judged("narrow", states["final"], narrow).words
+    assert words[0] == "the server's states are 128 wide, the store's 256: another model"
+    pre_norm = StateShape(layers=(2,), hidden_size=256, dtype="bfloat16", final_state="pre_norm")
+    report = judged("pre-norm", states["final"], pre_norm)
+    assert (report.verdict, report.states_unknown) == ("proved", "the server does not capture final")
