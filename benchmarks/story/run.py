@@ -105,7 +105,7 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
     about: dict[str, Any] = {
         "commands": said_so_far(args.work, argv),
         "machine": machine(args.device),
-        "versions": versions(target.python) if args.engine == "sglang" else {},
+        "versions": versions_of(args.work, target.python) if args.engine == "sglang" else {},
     }
     return Story(
         scale=SCALES[args.scale or {"cuda": "gpu", "cpu": "cpu"}[args.device]],
@@ -121,6 +121,14 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
         model_path=args.model,
         about=about,
     )
+
+
+def versions_of(work: Path, python: str) -> dict[str, str]:
+    """Ask once: importing SGLang takes seconds of each call."""
+    path = work / "versions.json"
+    if not path.exists():
+        write(path, versions(python))
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def said_so_far(work: Path, argv: list[str]) -> list[str]:

@@ -18,6 +18,9 @@ from benchmarks.story.together import together
 from hsdump.prompts.inputs import read_rows
 
 STEPS = ("serve.generate", "serve.rates", "serve.extract", "serve.verify", "serve.prove", "serve.probe")
+BESIDE = ("serve.rates", "serve.extract")
+"""Those that need the server without capture."""
+
 START_S = 130.0
 """At most, for servers to come up."""
 
@@ -32,12 +35,11 @@ def serve_stage(story: Story) -> None:
         return
     if any(story.figures(name) is None for name in STEPS):
         story.need(START_S, "starting servers")
-        starts = {
-            "capture": lambda: story.serve("capture", *story.scale.generate_flags, capture=True),
-            "plain": lambda: story.serve("plain", *story.scale.prefill_flags),
-        }
+        starts = {"capture": lambda: story.serve("capture", *story.scale.generate_flags, capture=True)}
+        if any(story.figures(name) is None for name in BESIDE):
+            starts["plain"] = lambda: story.serve("plain", *story.scale.prefill_flags)
         with together(starts, at_once=len(starts) if story.device == "cuda" else 1) as urls:
-            with_server(story, urls["capture"], urls["plain"])
+            with_server(story, urls["capture"], urls.get("plain", ""))
     story.step("serve.detach", 5, lambda: detach(story))
 
 
