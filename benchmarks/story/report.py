@@ -67,7 +67,10 @@ def target(steps: Steps) -> list[str]:
     if not found or not text:
         return []
     rows = [[name, found.get(name)] for name in ("weights", "layers", "hidden_size", "steps", "tokens", "epochs")]
-    rows += [[name, found.get(name)] for name in ("seconds", "tokens_per_s", "loss", "held_out_loss", "dense_error")]
+    rows += [
+        [name, found.get(name)]
+        for name in ("seconds", "tokens_per_s", "loss", "held_out_loss", "trained_loss", "written_loss", "dense_error")
+    ]
     rows += [["files of text", text["files"]], ["characters", text["characters"]]]
     every = max(1, len(found["curve"]) // 8)
     curve = "; ".join(f"{point['s']:.0f} s {point['loss']:.2f}" for point in found["curve"][::every])

@@ -229,16 +229,22 @@ def save_model(model: Any, scale: Scale, data: Path, folder: Path, *, llama: boo
     partial.rename(folder)
 
 
-def dense_error(folder: Path, rows_RT: np.ndarray) -> float:
-    """Give the largest difference of a logit, experts all at once against transformers' own forward, in float32."""
+def check_written(folder: Path, rows_RT: np.ndarray) -> dict[str, float]:
+    """Read the written model as anybody does: its loss, with the rotary settings that SGLang wants, and `dense_error`.
+
+    That is the largest difference of a logit between experts all at once and transformers' own forward, in float32.
+    """
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    written = {"written_loss": round(held_out_loss(model, rows_RT, "cpu"), 4)}
+    if not mixtures(model):
+        return written
     ids = torch.from_numpy(rows_RT[:1].astype(np.int64))
     with torch.inference_mode():
         own = model(ids).logits
         compute_densely(model)
-        return float((model(ids).logits - own).abs().max())
+        return {**written, "dense_error": float((model(ids).logits - own).abs().max())}
 
 
 def expert_shares(model: Any) -> list[float]:
@@ -280,7 +286,8 @@ def train_target(
         "curve": training.curve[:: max(1, len(training.curve) // 60)],
     }
     save_model(model, scale, data, folder / "model", llama=llama)
-    if not llama:
-        figures["dense_error"] = dense_error(folder / "model", unseen)
+    few = unseen[:2]
+    figures |= {"trained_loss": round(held_out_loss(model, few, device), 4)}
+    figures |= check_written(folder / "model", few)
     (folder / "checkpoint.pt").unlink(missing_ok=True)
     return figures
