@@ -1,6 +1,6 @@
 """The demo's questions and the target's own answers to them, as exact tokens.
 
-    python -m hsdump.demo.questions TARGET OUT --learn 1200 --test 24
+    python -m hsdump.demo.questions TARGET OUT --learn 1360 --test 16
 
 A question is the beginning of a function of Python's standard library; the target goes on. Those to test with are none
 of those that the drafter learns from. A drafter learns from what the target says itself, not from what somebody else
@@ -131,8 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hsdump.demo.questions")
     parser.add_argument("target", type=Path, help="the target's folder")
     parser.add_argument("out", type=Path, help="folder to write into")
-    parser.add_argument("--learn", type=int, default=1200, help="answers to learn from")
-    parser.add_argument("--test", type=int, default=24, help="questions to test with")
+    parser.add_argument("--learn", type=int, default=1360, help="answers to learn from")
+    parser.add_argument("--test", type=int, default=16, help="questions to test with")
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--unseen", action="store_true", help="test with files that the target never saw")
     options = parser.parse_args()

@@ -33,8 +33,8 @@ PROMPTS = Path(__file__).with_name("prompts.jsonl")
 """Conversations in many languages; a small drafter cannot learn from these, but `prepare --show` is worth a look."""
 
 TRAINING: Final = (
-    *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "20", "--clip", "1", "--ttt-steps", "3", "--tokens", "2048"),
-    *("--epochs", "20", "--max-steps", "450", "--validate-every", "150", "--save-every", "150", "--held-out", "0.04"),
+    *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "15", "--clip", "1", "--ttt-steps", "3", "--tokens", "2048"),
+    *("--epochs", "10", "--max-steps", "320", "--validate-every", "160", "--save-every", "160", "--held-out", "0.03"),
 )
 MARKER = "made-by-hsdump-demo.txt"
 VERDICTS = {0: "clean", 1: "suspicious", 2: "corrupt"}
@@ -42,7 +42,7 @@ VERDICTS = {0: "clean", 1: "suspicious", 2: "corrupt"}
 
 STOPPED = 130
 
-LEARN, TEST, NEW_TOKENS = 1200, 24, 128
+LEARN, TEST, NEW_TOKENS = 1360, 16, 128
 """Answers to learn from, questions to test with, tokens of the longest answer."""
 
 LAYERS: Final = "2,5,7"
@@ -144,7 +144,7 @@ class Demo:
         steps: tuple[tuple[str | Path, ...], ...] = (
             ("extract", places.answers, *engine, "--layers", LAYERS, "--out", places.store),
             ("verify", places.store),
-            ("vocab", places.store, "--size", "1536", "--held-out", "0.04"),
+            ("vocab", places.store, "--size", "1024", "--held-out", "0.03"),
             ("train", places.store, "--out", places.drafter, *TRAINING),
             ("export", places.drafter, "--to", "sglang", "--out", places.exported("sglang")),
             ("export", places.drafter, "--to", "vllm", "--out", places.exported("vllm")),
