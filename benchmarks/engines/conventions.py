@@ -232,16 +232,16 @@ def _index(state: str) -> str:
 def as_table(result: Mapping[str, Any]) -> str:
     """Write the result as Markdown."""
     lines = ["# Engines' conventions, found by numbers", "", f"{result['about']} `{result['command']}`", ""]
-    lines += ["| model, engine | own id -> hidden_states | final state | median error (worst row) | verdict |"]
-    lines += ["|---|---|---|---|---|"]
+    lines += ["| model: engine | tokens | own id -> hidden_states | final state | median error (worst row) | verdict |"]
+    lines += ["|---|---|---|---|---|---|"]
     for name, one in result["engines"].items():
         if "failed" in one:
-            lines.append(f"| {name} | does not run: {one['failed']} | | | |")
+            lines.append(f"| {name} | did not run: {one['failed'].splitlines()[-1]} | | | | |")
             continue
         ids = ", ".join(f"{ident} -> {found}" for ident, found in one["found"].items() if ident != FINAL)
         final = {FINAL: "after the norm", FINAL_PRE_NORM: "before the norm"}[one["found"][FINAL]]
         errors = ", ".join(f"{key} {e['median']:.2g} ({e['worst']:.2g})" for key, e in one["errors"].items())
-        lines.append(f"| {name} | {ids} | {final} | {errors} | {one['renamed']['verdict']} |")
+        lines.append(f"| {name} | {one['tokens']} | {ids} | {final} | {errors} | {one['renamed']['verdict']} |")
     return "\n".join(lines) + "\n"
 
 
@@ -256,9 +256,8 @@ def main() -> None:
     result["command"] = (
         "python -m benchmarks.engines.conventions --out benchmarks/results/engines --vllm VENV/bin/python"
     )
-    result["about"] = (
-        f"{COUNT} samples of random tokens, bfloat16, {platform.machine()}, Python {platform.python_version()}."
-    )
+    machine = f"{platform.machine()}, Python {platform.python_version()}"
+    result["about"] = f"Samples of random tokens, bfloat16, against transformers, {machine}."
     with tempfile.TemporaryDirectory() as name:
         for architecture in options.models:
             case = prepare(architecture, Path(name), options.vllm)
