@@ -157,12 +157,14 @@ class SglangServer:
     def _wait_until_up(self) -> None:
         assert self.process is not None
         deadline = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == httpx.codes.OK:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.2)
+        with httpx.Client(timeout=5) as client:  # one for all tries: each new one reads the certificates again
+            while time.monotonic() < deadline and self.process.poll() is None:
+                try:
+                    if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
+                        return
+                except httpx.TransportError:
+                    pass
+                time.sleep(0.3)
         end = self.log.read_text(errors="replace")[-4000:]
         self.stop()
         raise RuntimeError(f"the server did not come up; the end of its log:\n{end}")
