@@ -81,10 +81,10 @@ def serving(steps: Steps) -> list[str]:
     rows: list[list[Any]] = []
     for name, fields in (
         ("serve.generate", ("answers", "answer_tokens", "answer_tokens_per_s", "seconds")),
-        ("serve.rates", ("plain_tokens_per_s", "capture_on_ratio", "drained_ratio")),
+        ("serve.rates", ("plain_tokens_per_s", "capture_on_ratio", "drained_ratio", "store_ratio")),
         (
             "serve.extract",
-            ("committed", "tokens", "tokens_per_s", "plain_tokens_per_s", "ratio", "gb_per_s", "seconds", "retries"),
+            ("committed", "tokens", "tokens_per_s", "gb_per_s", "seconds", "retries"),
         ),
     ):
         rows += [[name, field, steps[name].get(field)] for field in fields if name in steps and field in steps[name]]

@@ -1,6 +1,7 @@
 """Second stage: the target in the real SGLang answers, its states are extracted, verified and proved, and hsdump goes.
 
-Two servers stand side by side, one with capture and one without, each idle while the other is measured.
+A server with capture and one without stand side by side, each idle while the other is measured. On a GPU they start at
+once; on a few cores, where a start takes all of them, the second one starts when it is needed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,7 @@ from benchmarks.story.together import together
 
 from hsdump.prompts.inputs import read_rows
 
-STEPS = ("serve.generate", "serve.rates", "serve.extract", "serve.verify", "serve.prove", "serve.probe")
-BESIDE = ("serve.rates", "serve.extract")
-"""Those that need the server without capture."""
-
+STEPS = ("serve.generate", "serve.extract", "serve.verify", "serve.prove", "serve.probe", "serve.rates")
 START_S = 130.0
 """At most, for servers to come up."""
 
@@ -35,18 +33,21 @@ def serve_stage(story: Story) -> None:
         return
     if any(story.figures(name) is None for name in STEPS):
         story.need(START_S, "starting servers")
-        starts = {"capture": lambda: story.serve("capture", *story.scale.generate_flags, capture=True)}
-        if any(story.figures(name) is None for name in BESIDE):
-            starts["plain"] = lambda: story.serve("plain", *story.scale.prefill_flags)
-        with together(starts, at_once=len(starts) if story.device == "cuda" else 1) as urls:
-            with_server(story, urls["capture"], urls.get("plain", ""))
+        capture = {"capture": lambda: story.serve("capture", *story.scale.generate_flags, capture=True)}
+        plain = {"plain": lambda: story.serve("plain", *story.scale.prefill_flags)}
+        at_once = story.device == "cuda"  # elsewhere a second start would only take the first one's time
+        with together({**capture, **plain} if at_once else capture, at_once=2) as urls:
+            captured_and_proved(story, urls["capture"])
+            if story.figures("serve.rates") is None:
+                with together({} if at_once else plain, at_once=1) as more:
+                    beside = {**urls, **more}["plain"]
+                    story.step("serve.rates", 20, lambda: rates(story, urls["capture"], beside))
     story.step("serve.detach", 5, lambda: detach(story))
 
 
-def with_server(story: Story, url: str, plain: str) -> None:
+def captured_and_proved(story: Story, url: str) -> None:
     story.step("serve.generate", 20, lambda: generate(story, url))
-    story.step("serve.rates", 20, lambda: rates(story, url, plain))
-    story.step("serve.extract", 15, lambda: extract(story, url, plain))
+    story.step("serve.extract", 15, lambda: extract(story, url))
     story.step("serve.verify", 10, lambda: trim(story.hsdump("verify", story.store, codes=(0, 1, 2))))
     story.step("serve.prove", 15, lambda: prove(story, story.store, url))
     story.step("serve.probe", 15, lambda: trim(story.hsdump("probe", "--server", url, codes=(0, 1, 2))))
@@ -70,7 +71,7 @@ def token_rows(path: Path) -> Samples:
 
 
 def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
-    """Read the rate of the same tokens: a server without capture, with it, and drained through shared memory."""
+    """Read the rate of the same tokens: without capture, with it on, drained through shared memory; and the store's."""
     samples = token_rows(story.answers)
     random.Random(4).shuffle(samples)
     some = samples[:RATE_SAMPLES]
@@ -83,6 +84,7 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
         found["capture_on"].append(ordinary(url, some, at_once=flight).tokens_per_s)
         found["drained"].append(captured(url, some, at_once=flight).tokens_per_s)
     best = {name: round(max(values), 1) for name, values in found.items()}
+    stored = (story.figures("serve.extract") or {}).get("tokens_per_s", 0.0)
     return {
         "samples": len(some),
         "tokens": int(sum(map(len, some))),
@@ -90,19 +92,17 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
         **{f"{name}_tokens_per_s": value for name, value in best.items()},
         "capture_on_ratio": round(best["capture_on"] / best["plain"], 4),
         "drained_ratio": round(best["drained"] / best["plain"], 4),
+        "store_ratio": round(stored / best["plain"], 4),
     }
 
 
-def extract(story: Story, url: str, plain: str) -> dict[str, Any]:
-    """Extract everything to a committed store, and ask the other server for the same tokens right after."""
+def extract(story: Story, url: str) -> dict[str, Any]:
+    """Extract everything to a committed store."""
     words = ("extract", story.answers, "--server", url, "--out", story.store, "--model", story.model)
     found = story.hsdump(*words, "--concurrency", story.scale.in_flight, codes=(0, 3))
-    without = ordinary(plain, token_rows(story.answers), at_once=story.scale.in_flight).tokens_per_s
     names = ("committed", "already_committed", "failed", "skipped", "retries", "tokens", "state_bytes", "seconds")
     return {
         **{name: found[name] for name in (*names, "tokens_per_s", "command_seconds")},
-        "plain_tokens_per_s": round(without, 1),
-        "ratio": round(found["tokens_per_s"] / without, 4),
         "gb_per_s": round(found["state_bytes"] / max(found["seconds"], 1e-9) / 1e9, 3),
         "store_bytes": sum(path.stat().st_size for path in story.store.rglob("*") if path.is_file()),
     }

@@ -184,7 +184,7 @@ class Story:
         serve = None
         if capture:
             serve = ["--layers", layers, "--spool-bytes", str(self.scale.spool_bytes)]
-        return server(self.target, name, self.model, base, serve=serve, wait_s=min(240.0, max(self.left(), 1.0)))
+        return server(self.target, name, self.model, base, serve=serve, wait_s=max(self.left(), 1.0))
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
