@@ -26,7 +26,7 @@ SHORTEST_ANSWER = 8
 
 BATCH = 32
 ROUND = 256
-"""Questions that are answered before it is seen whether more are needed."""
+"""Most questions that are answered before it is seen whether more are needed."""
 
 Asked = tuple[Exchange, list[int], list[int]]
 """A question, its tokens, and those of the answer."""
@@ -69,8 +69,9 @@ def write_questions(target: Path, out: Path, *, learn: int, test: int, new_token
 def _asked(answerer: Any, questions: list[tuple[Exchange, list[int]]], number: int, new_tokens: int) -> list[Asked]:
     """Ask until there are so many answers, or no more questions; in the order of the questions."""
     found: list[Asked] = []
-    for start in range(0, len(questions), ROUND):
-        part = questions[start : start + ROUND]
+    size = min(ROUND, 2 * number)
+    for start in range(0, len(questions), size):
+        part = questions[start : start + size]
         by_length = sorted(range(len(part)), key=lambda place: len(part[place][1]))  # little to fill up in a batch
         said: dict[int, list[int]] = {}
         for first in range(0, len(part), ROUND // 2):
