@@ -58,7 +58,7 @@ def report(story: dict[str, Any]) -> str:
         lines += part(steps)
     lines += [f"\nNote: {note}" for note in story.get("notes", [])]
     if story.get("error"):
-        lines += ["", "The last call ended with an error:", "", f"    {story['error'].splitlines()[0]}"]
+        lines += ["", "The last call ended with an error:", "", f"    {story['error']}"]
     return "\n".join(lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
 
 

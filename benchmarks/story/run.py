@@ -55,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         code = CALL_AGAIN
     except Exception as error:  # a benchmark keeps what it has
         traceback.print_exc()
-        story.about["error"] = f"{type(error).__name__}: {error}"[:4000]
+        first = f"{type(error).__name__}: {error}".splitlines()[0]
+        story.about["error"] = first.replace(str(story.work), "WORK").replace(str(story.out), "OUT")[:500]
         code = FAILED
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -175,6 +176,8 @@ def target_stage(story: Story) -> None:
 
 
 def _time_is_over(number: int, _frame: FrameType | None) -> None:
+    for other in (signal.SIGALRM, signal.SIGTERM):  # a second one must not end the cleaning up
+        signal.signal(other, signal.SIG_IGN)
     raise OutOfTime("stopped" if number == signal.SIGTERM else "a step was still at work")
 
 
