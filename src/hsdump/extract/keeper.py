@@ -58,9 +58,10 @@ class Keeper:
             StoreError: the store cannot be opened.
         """
         self._writer = await self._do(self._open_store)
-        self._state.is_open = True
         self._failed_before = frozenset(await self._do(self._writer.failures))
-        return await self._do(self._take_leftovers)
+        leftovers = await self._do(self._take_leftovers)
+        self._state.is_open = True  # last: a collector's driver is told at once what is there and what failed
+        return leftovers
 
     def committed(self, key: str) -> bool:
         """Tell whether a sample is in the store, or will be with the next commit."""
