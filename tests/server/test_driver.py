@@ -65,7 +65,8 @@ def test_two_servers_share_the_work_and_one_may_die_and_come_back(world: World, 
     samples, out, log = short_samples(300, 1, longest=100), tmp_path / "store", tmp_path / "log.jsonl"
     rows = write_rows(tmp_path / "rows.jsonl", samples)
     more = ("--server", second.url, "--json-log", str(log), "--max-rate", "900", "--metrics-port", "29471")
-    with client(world.server.url, rows, out, *more) as process:
+    world.proxy.arm(lambda _count: None)
+    with client(world.proxy.url, rows, out, *more) as process:
         wait_for_shard(out, process)
         metrics = httpx.get("http://127.0.0.1:29471/metrics").text
         assert f'hsdump_server_up{{server="{second.url}"}} 1.0' in metrics
@@ -74,14 +75,19 @@ def test_two_servers_share_the_work_and_one_may_die_and_come_back(world: World, 
         status = store_status(out)
         assert status.running
         assert status.run is not None
-        assert {lane["name"] for lane in status.run["servers"]} == {world.server.url, second.url}
+        assert {lane["name"] for lane in status.run["servers"]} == {world.proxy.url, second.url}
         second.kill()
+        world.proxy.freeze(True)  # or the first one does it all before the second is back
         second.start()
+        deadline_s = time.monotonic() + 60
+        while "server-back" not in log.read_text() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        world.proxy.freeze(False)
         text, errors = process.communicate(timeout=200)
     report = json.loads(text)
     assert process.returncode == 0, errors + text
     tokens = {lane["name"]: lane["tokens"] for lane in report["servers"]}
-    assert min(tokens.values()) > 0  # how much the second one got depends on how long its start took
+    assert min(tokens.values()) > 0
     assert report["servers"][1]["deaths"] == 1
     events = [json.loads(line) for line in log.read_text().splitlines()]
     kinds = [event["event"] for event in events]
