@@ -7,9 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from benchmarks.story.together import together
 from benchmarks.train import variants
 
 from hsdump.store import Store
+from tests.standin import JsonHandler, serving
 
 WORDS = ["--device", "cpu", "--scale", "test", "--engine", "transformers", "--in-process"]
 
@@ -158,34 +157,24 @@ def test_prose_is_cut_and_other_files_are_left(tmp_path: Path) -> None:
     assert found[0][1].head.splitlines()[-1] == "line 4"
 
 
-class FakeServer(BaseHTTPRequestHandler):
+class FakeServer(JsonHandler):
     """A server with drafts at /spec and one without at /plain; they part at the third token of the second prompt."""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def do_POST(self) -> None:  # noqa: N802  # the base class calls it so
+        body = self.body()
         spec = self.path.startswith("/spec")
         answer = [1, 2, 9 if spec and body["input_ids"] == [8] else 3]
         meta: dict[str, Any] = {}
         if body.get("return_logprob"):
             assert body["input_ids"] == [8, 1, 2]  # the prompt, and what both said before they parted
             meta["output_top_logprobs"] = [[[-0.6, 3, None], [-0.7, 9, None]]]
-        data = json.dumps({"output_ids": answer, "meta_info": meta}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class names it so
-        pass
+        self.send({"output_ids": answer, "meta_info": meta})
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving(FakeServer) as found:
+        yield found
 
 
 def test_where_outputs_part_the_two_logits_say_how_near_a_tie_it_was(url: str) -> None:

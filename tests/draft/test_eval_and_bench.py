@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +21,7 @@ from hsdump.draft.model import Drafter, init_drafter
 from hsdump.draft.target import Target
 from hsdump.draft.vocab import DraftVocab
 from hsdump.errors import ServerError, UsageError
+from tests.standin import JsonHandler, serving
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +135,7 @@ def test_counters_of_vllm() -> None:
     assert acceptance(counters, counters) == (None, [], 0)
 
 
-class FakeSglang(BaseHTTPRequestHandler):
+class FakeSglang(JsonHandler):
     """Answers as SGLang 0.5 does, of which only the counts matter here."""
 
     COUNTS: ClassVar[dict[str, Any]] = {
@@ -145,31 +144,18 @@ class FakeSglang(BaseHTTPRequestHandler):
         "spec_accept_histogram": [1, 1, 1, 1],
     }
 
-    def do_GET(self) -> None:
-        self._send({"data": [{"id": "demo", "owned_by": "sglang"}]})
+    def do_GET(self) -> None:  # noqa: N802  # the base class calls it so
+        self.send({"data": [{"id": "demo", "owned_by": "sglang"}]})
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self._send({"text": "", "meta_info": self.COUNTS})
-
-    def _send(self, value: Any) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class names it so
-        pass
+    def do_POST(self) -> None:  # noqa: N802  # the base class calls it so
+        self.body()
+        self.send({"text": "", "meta_info": self.COUNTS})
 
 
 @pytest.fixture
-def url() -> Any:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeSglang)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def url() -> Iterator[str]:
+    with serving(FakeSglang) as found:
+        yield found
 
 
 def test_bench_reads_sglangs_counts(url: str) -> None:
