@@ -113,22 +113,13 @@ class Pretraining(Training):
     def done(self) -> float:
         return min(self.seconds / self.scale.target_s, 1.0)
 
-    def step(self, ids_BT: Tensor) -> Tensor:
-        """Take one step; the loss stays on the device."""
-        with torch.autocast(self.device.split(":")[0], dtype=torch.bfloat16):
-            hidden = self.model.model(ids_BT[:, :-1], use_cache=False).last_hidden_state
-            logits = self.model.lm_head(hidden)
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids_BT[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for one, schedule in zip(self.optimizers, self.schedules, strict=True):
-            one.step()
-            schedule.step()
-            one.zero_grad(set_to_none=True)
+    def learn(self, ids_BT: Tensor) -> Tensor:
+        """Take one step, and move the experts' bias towards an equal load."""
+        loss: Tensor = super().learn(ids_BT)
         for mixture in mixtures(self.model):
             load_E = mixture.experts.load_E.float()
             mixture.gate.e_score_correction_bias += BIAS_STEP * torch.sign(load_E.mean() - load_E)
-        return loss.detach()
+        return loss
 
     def rows(self, rows_RT: np.ndarray) -> Iterator[Tensor]:
         """Give batches from where the training is, epoch after epoch."""
@@ -147,7 +138,7 @@ class Pretraining(Training):
         for ids in self.rows(rows_RT):
             if self.done >= 1.0:
                 break
-            self._recent.append(self.step(ids))
+            self._recent.append(self.learn(ids))
             self.number += 1
             if len(self._recent) == MEAN_OVER:
                 self._note()

@@ -146,6 +146,8 @@ def rows_of(documents: Sequence[list[int]], seed: int) -> Any:
 class Training:
     """Muon for the matrices inside the layers, AdamW for the rest; a cosine over the time that there is."""
 
+    device = "cpu"
+
     def __init__(self, model: Any, minutes: float, batch: int, seed: int, adam_lr: float = 4e-3) -> None:
         import torch
 
@@ -176,11 +178,12 @@ class Training:
             yield from rows.split(self.batch)
             epoch += 1
 
-    def step(self, ids_BT: Any) -> float:
+    def learn(self, ids_BT: Any) -> Any:
+        """Take one step; the loss is a scalar that stays on the device."""
         import torch
 
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden = self.model.model(ids_BT[:, :-1]).last_hidden_state
+        with torch.autocast(self.device.split(":")[0], dtype=torch.bfloat16):
+            hidden = self.model.model(ids_BT[:, :-1], use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden)
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids_BT[:, 1:].flatten())
         loss.backward()
@@ -189,7 +192,7 @@ class Training:
             one.step()
             schedule.step()
             one.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return loss.detach()
 
 
 def held_out_loss(model: Any, rows: Any) -> float:
@@ -244,7 +247,7 @@ def train(folder: Path, *, minutes: float, batch: int, seed: int) -> None:
     )
     losses = []
     for number, ids in enumerate(training.batches(documents), 1):
-        losses.append(training.step(ids))
+        losses.append(float(training.learn(ids)))
         over = training.done >= 1.0
         if number % 100 == 0 or over:
             seconds = time.monotonic() - training.started_s
