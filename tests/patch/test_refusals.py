@@ -245,8 +245,9 @@ def server(site: Site) -> Iterator[int]:
     """Run something that looks like an SGLang of this environment: by its PYTHONPATH and its command line."""
     stand_in = site.root / "sglang/launch_server.py"
     stand_in.write_text("import time\ntime.sleep(60)\n")
+    # -B: bytecode that it writes while a test looks would be a change of the tree that is not ours.
     process = subprocess.Popen(
-        [sys.executable, "-m", "sglang.launch_server"], env={**os.environ, "PYTHONPATH": str(site.root)}
+        [sys.executable, "-B", "-m", "sglang.launch_server"], env={**os.environ, "PYTHONPATH": str(site.root)}
     )
     try:
         deadline = time.monotonic() + 20

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +56,8 @@ def generate(options: GenerateOptions, place: Place, *, quiet: bool, say: Callab
         check_input(path)
     state = asyncio.run(_run(options, place, quiet=quiet, say=say))
     if not state.samples["samples"] and not (state.stopped or state.failed or state.earlier_failures):
-        reasons = ", ".join(f"{reason} {count}" for reason, count in state.skipped.most_common()) or "no rows"
+        left_out = state.skipped + Counter({"cut-dropped": state.samples["cut-dropped"]})
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in left_out.most_common()) or "no rows"
         lines = [f"0 samples from {state.rows} rows ({reasons})"]
         lines += [f"  {found[0]['source']}: {found[0]['detail']}" for found in state.examples.values()]
         raise InputError("\n".join(lines), "see the reasons above; rows are named by file and line")
