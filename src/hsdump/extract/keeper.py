@@ -16,6 +16,7 @@ from hsdump.extract.state import FailedSample, RunState
 from hsdump.prompts import Skip
 from hsdump.samples import TokenSample
 from hsdump.store import StoreWriter
+from hsdump.store.encoding import EncodedSample
 from hsdump.store.index import RequestRow, utc_now
 
 T = TypeVar("T")
@@ -104,7 +105,14 @@ class Keeper:
         Raises:
             StoreError: the disk failed.
         """
-        await self._do(lambda: self._keep(sample, captured, attempts))
+        states = [captured.states[index] for index in self._plan.columns]
+        try:
+            # Beside the store thread, which only writes: at full speed both have enough to do.
+            encoded = await asyncio.to_thread(self._writer.encode, sample, states, attempts=attempts)
+        except BaseException:
+            captured.release()
+            raise
+        await self._do(lambda: self._keep(encoded, captured.release))
 
     async def fail(self, sample: TokenSample, reason: str, detail: str, *, attempts: int) -> None:
         """Note durably that a sample has no states."""
@@ -148,14 +156,13 @@ class Keeper:
                 self._writer.index.clear_requests()
         return found
 
-    def _keep(self, sample: TokenSample, captured: CapturedSample, attempts: int) -> None:
+    def _keep(self, encoded: EncodedSample, release: Callable[[], None]) -> None:
         try:
-            states = [captured.states[index] for index in self._plan.columns]
-            added = self._writer.add(sample, states, attempts=attempts)
+            added = self._writer.add_encoded(encoded)
         finally:
-            captured.release()
+            release()  # here and not where it is awaited: a cancelled wait must not free what is being written
         if added:
-            self._uncommitted[sample.key] = len(sample.input_ids)
+            self._uncommitted[encoded.record.key] = encoded.record.num_tokens
         else:
             self._state.already += 1  # an equal row was in flight at the same time
         if self._is_due() or self._writer.is_full:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hsdump.arrays import NUMPY_DTYPES, StateArray
+from hsdump.arrays import NUMPY_DTYPES, StateArray, xxh3
 from hsdump.errors import StoreError
 from hsdump.samples import TokenSample
 from hsdump.store.codecs import Encoded, EncodedState, encode_state
@@ -20,22 +21,37 @@ from hsdump.store.format import INPUT_IDS, LOSS_MASK, SampleRecord, TensorEntry,
 from hsdump.store.manifest import Manifest
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedSample:
+    """A sample that only has to be written."""
+
+    record: SampleRecord
+    """With checksums; offsets are the shard's to give."""
+
+    parts: list[Encoded]
+    """Tensors in the record's order; of codec raw they are views of the states that came in."""
+
+
 @final
 class SampleEncoder:
-    """Checks samples against a manifest and encodes their states, side by side where the codec takes time."""
+    """Checks samples against a manifest and encodes their states, side by side where the codec takes time. Safe in
+    threads.
+    """
 
     def __init__(self, manifest: Manifest, threads: int) -> None:
-        self._shape, self._codec, self._threads = manifest.shape, manifest.codec, threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._shape, self._codec = manifest.shape, manifest.codec
+        self._pool = None if self._codec == "raw" else ThreadPoolExecutor(threads, "hsdump-codec")
 
-    def encode(
-        self, sample: TokenSample, states: Sequence[StateArray], attempts: int
-    ) -> tuple[SampleRecord, list[Encoded]]:
-        """Give a record, with places and checksums still to come, and its tensors in the same order.
+    def encode(self, sample: TokenSample, states: Sequence[StateArray], attempts: int) -> EncodedSample:
+        """Encode a sample and take its checksums.
 
         Args:
-            states: arrays [S, H] in the order of `StateShape.names`, already checked.
+            states: arrays [S, H] in the order of `StateShape.names`.
+
+        Raises:
+            StoreError: shapes or dtypes are not the manifest's.
         """
+        self._check(sample, states)
         parts = {
             INPUT_IDS: [_plain("I64", np.ascontiguousarray(sample.input_ids, "<i8"))],
             LOSS_MASK: [_plain("U8", np.ascontiguousarray(sample.loss_mask, np.uint8))],
@@ -46,9 +62,9 @@ class SampleEncoder:
             if encoded.error is not None:
                 errors[name] = encoded.error
         record = _record(sample, parts, self._codec, attempts, errors)
-        return record, [part for group in parts.values() for part in group]
+        return EncodedSample(record, [part for group in parts.values() for part in group])
 
-    def check(self, sample: TokenSample, states: Sequence[StateArray]) -> None:
+    def _check(self, sample: TokenSample, states: Sequence[StateArray]) -> None:
         """Refuse what does not fit the manifest.
 
         Raises:
@@ -77,10 +93,8 @@ class SampleEncoder:
     def _encode_all(self, states: Sequence[StateArray]) -> Iterable[EncodedState]:
         """Encode states side by side; numpy and blosc2 let go of the interpreter lock."""
         codec, shape = self._codec, self._shape
-        if codec == "raw":
-            return [encode_state(codec, state_SH, shape) for state_SH in states]
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "hsdump-codec")
+            return [encode_state(codec, state_SH, shape) for state_SH in states]
         return self._pool.map(lambda state_SH: encode_state(codec, state_SH, shape), states)
 
 
@@ -99,7 +113,7 @@ def _record(
             shape=part.shape,
             offset=0,
             num_bytes=tensor_bytes(part.dtype, part.shape),
-            checksum="",
+            checksum=xxh3(part.data),
         )
         for name, group in parts.items()
         for part in group

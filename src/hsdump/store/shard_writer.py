@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hsdump.arrays import xxh3
 from hsdump.store.codecs import Encoded
 from hsdump.store.format import (
     ALIGNMENT,
@@ -53,17 +52,17 @@ class ShardWriter:
         return self._header_bytes + header_cost(record) <= (self._reserve or MAX_HEADER_BYTES)
 
     def append(self, record: SampleRecord, parts: list[Encoded]) -> None:
-        """Add a sample; its tensors' offsets and checksums are filled in here.
+        """Add a sample; its tensors' offsets are filled in here.
 
         Args:
-            record: with one entry of `tensors` for each part, in the same order. `has_room_for` it.
+            record: with one entry of `tensors` for each part, in the same order, checksums included. `has_room_for` it.
         """
         self._header_bytes += header_cost(record)
         self._prepare_for(sum(entry.num_bytes for entry in record.tensors))
         entries = []
         for entry, part in zip(record.tensors, parts, strict=True):
             place = TensorEntry(
-                entry.name, entry.codec, entry.dtype, entry.shape, self.data_bytes, entry.num_bytes, xxh3(part.data)
+                entry.name, entry.codec, entry.dtype, entry.shape, self.data_bytes, entry.num_bytes, entry.checksum
             )
             self._put(part.data, entry.num_bytes)
             self._put(bytes(pad_bytes(entry.num_bytes)), pad_bytes(entry.num_bytes))

@@ -23,7 +23,7 @@ from hsdump.samples import TokenSample
 from hsdump.store import recovery
 from hsdump.store.attach import RemoteOptions
 from hsdump.store.codecs import Encoded, check_codec
-from hsdump.store.encoding import SampleEncoder
+from hsdump.store.encoding import EncodedSample, SampleEncoder
 from hsdump.store.format import SHARDS_FOLDER, SampleRecord, shard_path
 from hsdump.store.fs import Fs
 from hsdump.store.index import Event, Failure, SkippedRow, utc_now
@@ -57,7 +57,7 @@ class WriterOptions:
 @final
 class StoreWriter:
     """The only writer of a store, from `open` to `close`. Use it from one thread at a time; `is_committed` and
-    `is_known` may be asked from any.
+    `is_known` may be asked from any, `encode` as well.
     """
 
     def __init__(self, opened: OpenedStore, options: WriterOptions) -> None:
@@ -165,12 +165,21 @@ class StoreWriter:
             StoreError: shapes or dtypes are not the manifest's, or the disk failed. After the disk failed the writer
                 must be opened again.
         """
+        return self.add_encoded(self.encode(sample, states, attempts=attempts))
+
+    def encode(self, sample: TokenSample, states: Sequence[StateArray], *, attempts: int = 1) -> EncodedSample:
+        """Do the part of `add` that needs no disk, in any thread: hash and code one sample while another is written.
+
+        The states are needed until `add_encoded` has returned. Raises as `add`.
+        """
+        return self._encoder.encode(sample, states, attempts)
+
+    def add_encoded(self, encoded: EncodedSample) -> bool:
+        """Do the rest of `add`."""
         self._check_usable()
-        self._encoder.check(sample, states)
-        if self.is_known(sample.key):
+        if self.is_known(encoded.record.key):
             return False
-        record, parts = self._encoder.encode(sample, states, attempts)
-        self._append(record, parts)
+        self._append(encoded.record, encoded.parts)
         return True
 
     def commit(self) -> list[str]:
