@@ -1,6 +1,6 @@
 """Capture at the speed of the GPU, from no capture at all to committed samples, side by side in one run.
 
-    python -m benchmarks.gpu.capture --device cuda --shapes l8b,kimi --out OUT      (one H200, about 8 minutes a shape)
+    python -m benchmarks.gpu.capture --device cuda --shapes l8b,kimi --out OUT      (one H200, about 7 minutes a shape)
     python -m benchmarks.gpu.capture --device cpu --shapes tiny --out OUT           (the same steps, tiny, anywhere)
 
 Modes of a shape, each with the same random token ids for each length:
@@ -11,6 +11,10 @@ Modes of a shape, each with the same random token ids for each length:
 - `shm`        hsdump's requests, drained from the ring
 - `store-raw`, `store-blosc2`   the same through `hsdump extract` to a committed store on disk
 - `naive`      the story's patch: four tensors a request, torch.save into /dev/shm, synchronous
+
+All three servers run at once and wait for their turn, so that the modes of a length follow each other within seconds;
+a ratio is always to the mode `none` of the same round. The samples that the naive patch wrote are the first ones of the
+committed stores as well, and are compared there.
 """
 
 from __future__ import annotations
@@ -24,21 +28,37 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from benchmarks.gpu.shapes import SHAPES, Shape
-from benchmarks.serving.load import captured, decode_gaps, make_samples, ordinary, read_naive, write_rows
+from benchmarks.serving.load import (
+    captured,
+    decode_gaps,
+    in_flight,
+    make_samples,
+    ordinary,
+    read_naive,
+    write_rows,
+)
 from benchmarks.serving.servers import Target, server
 
 from hsdump.arrays import to_float32
 from hsdump.samples import sample_key
 from hsdump.spool.ring import read_counters
+from hsdump.store import Store
 
 NAIVE_PATCH = Path(__file__).parent / "naive_patch"
 """The story's own patch as a plugin; it fires on ids that begin with `naive-` only."""
+
+MEMORY_PROBE = Path(__file__).parent / "memory_probe"
+
+DISK_BYTES = 8 << 30
 
 
 def main() -> None:
@@ -48,27 +68,28 @@ def main() -> None:
     target = Target(
         device=args.device,
         python=args.sglang_python,
-        pythonpath=os.pathsep.join((str(NAIVE_PATCH), args.pythonpath)),
+        pythonpath=os.pathsep.join((str(NAIVE_PATCH), str(MEMORY_PROBE), args.pythonpath)),
         log_dir=args.out,
     )
     results: dict[str, Any] = {"machine": machine(args.device), "versions": versions(args.sglang_python), "rows": []}
     words = [
         "OUT" if before in ("--out", "--work") else word for before, word in zip(sys.argv, sys.argv[1:], strict=False)
     ]
+    kept = args.out / f"gpu-capture-{args.shapes.replace(',', '-')}.json"
     results["command"] = "python -m benchmarks.gpu.capture " + " ".join(words)
     for name in args.shapes.split(","):
-        bench = Bench(args, target, SHAPES[name], results)
-        for stage in (getattr(bench, stage) for stage in args.stages.split(",")):
-            begin = time.monotonic()
-            try:
-                stage()
-            except Exception as error:  # a benchmark keeps what it has
-                results.setdefault("errors", []).append(
-                    f"{name} {stage.__name__}: {type(error).__name__}: {error}"[:2000]
-                )
-                print(results["errors"][-1], flush=True)
-            print(f"[{name}] {stage.__name__} took {time.monotonic() - begin:.0f} s", flush=True)
-            (args.out / f"gpu-capture-{args.shapes.replace(',', '-')}.json").write_text(json.dumps(results, indent=1))
+        with ExitStack() as servers:
+            bench = Bench(args, target, SHAPES[name], results, servers)
+            for stage in (getattr(bench, stage) for stage in ["start", *args.stages.split(",")]):
+                begin = time.monotonic()
+                try:
+                    stage()
+                except Exception as error:  # a benchmark keeps what it has
+                    what = f"{name} {stage.__name__}: {type(error).__name__}: {error}"[:2000]
+                    results.setdefault("errors", []).append(what)
+                    print(what, flush=True)
+                print(f"[{name}] {stage.__name__} took {time.monotonic() - begin:.0f} s", flush=True)
+                kept.write_text(json.dumps(results, indent=1))
 
 
 def parse_args() -> argparse.Namespace:
@@ -82,9 +103,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--spool-bytes", type=int, default=1 << 30, help="the ring; 8 GiB for a full-speed GPU run")
     parser.add_argument("--lengths", default="")
     parser.add_argument("--codecs", default="raw,blosc2", help="of the committed stores")
-    parser.add_argument("--no-decode", action="store_true", help="leave the ordinary decode traffic out")
-    parser.add_argument("--store-tokens", type=int, default=130_000, help="tokens of each committed store")
-    parser.add_argument("--stages", default="disk,without,with_capture,naive,compare")
+    parser.add_argument("--store-tokens", type=int, default=0, help="tokens of the raw store; others have an eighth")
+    parser.add_argument("--stages", default="rates,memory,json,naive,stores,decode,verify")
     parser.add_argument("--rounds", type=int, default=2)
     return parser.parse_args()
 
@@ -92,18 +112,26 @@ def parse_args() -> argparse.Namespace:
 class Bench:
     """All modes of one shape."""
 
-    def __init__(self, args: argparse.Namespace, target: Target, shape: Shape, results: dict[str, Any]) -> None:
-        self.args, self.target, self.shape, self.results = args, target, shape, results
+    def __init__(
+        self, args: argparse.Namespace, target: Target, shape: Shape, results: dict[str, Any], servers: ExitStack
+    ) -> None:
+        """Args:
+        servers: takes what is to be stopped in the end.
+        """
+        self.args, self.target, self.shape, self.results, self.servers = args, target, shape, results, servers
         self.model = shape.write(args.work / shape.name)
         lengths = [int(n) for n in args.lengths.split(",")] if args.lengths else shape.lengths
         self.samples = {n: make_samples(max(4, shape.tokens_per_run // n), n, shape.vocab, n) for n in lengths}
         self.exact = make_samples(shape.exact_count, shape.exact_length, shape.vocab, 77)
-        self.kept: dict[str, list[np.ndarray]] = {}
+        self.middle = sorted(self.samples)[-2 if len(self.samples) > 1 else -1]
         self.rate: dict[int, float] = {}
+        self.naive_folder = Path("/dev/shm/naive") if args.device == "cuda" else args.work / "naive"
+        self.reference: list[list[np.ndarray]] = []
+        self.url: dict[str, str] = {}
 
     def row(self, mode: str, length: int, tokens_per_s: float, **more: Any) -> None:
         if mode == "none":
-            self.rate[length] = max(tokens_per_s, self.rate.get(length, 0.0))
+            self.rate[length] = tokens_per_s
         base = self.rate.get(length)
         found = {
             "shape": self.shape.name,
@@ -117,148 +145,204 @@ class Bench:
         self.results["rows"].append(found)
         print(json.dumps(found), flush=True)
 
-    def warm_up(self, url: str) -> None:
-        """Every length once: kernels are compiled for shapes that were not seen before."""
+    def start(self) -> None:
+        """Start the three servers side by side, and show each every length once: kernels are compiled for shapes."""
+        shutil.rmtree(self.naive_folder, ignore_errors=True)
+        self.naive_folder.mkdir(parents=True)
+        layers = ",".join(map(str, self.shape.layers))
+        capture = ["--layers", layers, "--spool-bytes", str(self.args.spool_bytes), "--hand-over", "ring"]
+        flags = self.shape.flags(self.args.device)
+        naive_env = {"NAIVE_DIR": str(self.naive_folder), "NAIVE_LAYERS": layers}
+        kinds: dict[str, dict[str, Any]] = {
+            "none": {"flags": [*flags, "--enable-return-hidden-states"]},
+            "hsdump": {"flags": flags, "serve": capture},
+            "naive": {"flags": flags, "env": naive_env},
+        }
+
+        def begin(name: str) -> str:
+            options = kinds[name]
+            options["env"] = {"MEMORY_FILE": str(self.args.work / f"memory-{name}.json"), **options.get("env", {})}
+            return self.servers.enter_context(server(self.target, f"{self.shape.name}-{name}", self.model, **options))
+
+        with ThreadPoolExecutor(len(kinds)) as pool:
+            self.url = dict(zip(kinds, pool.map(begin, kinds), strict=True))
+        for url in self.url.values():
+            for length, samples in self.samples.items():
+                ordinary(url, samples[: max(4, 16384 // length)])
+
+    def rates(self) -> None:
+        """No capture, auxiliary states only, drained ring: in turns, so that all see the same clock and neighbours."""
+        for _ in range(self.args.rounds):
+            for length, samples in self.samples.items():
+                self.row("none", length, ordinary(self.url["none"], samples).tokens_per_s)
+                self.row("aux", length, ordinary(self.url["hsdump"], samples).tokens_per_s)
+                found = captured(self.url["hsdump"], samples)
+                self.row("shm", length, found.tokens_per_s, drained_s=round(found.drained_s, 4))
+        self.results.setdefault("counters", {})[self.shape.name] = counters()
+
+    def memory(self) -> None:
+        """GPU memory at its peak, of two servers that had the same requests."""
+        found = {}
+        for name in ("none", "hsdump"):
+            ordinary(self.url[name], make_samples(1, 16, self.shape.vocab, 1), rid="memory-")
+            found[name] = json.loads((self.args.work / f"memory-{name}.json").read_text())
+        if found["none"]:
+            found["added"] = {key: found["hsdump"][key] - found["none"][key] for key in found["none"]}
+        self.results.setdefault("gpu_memory", {})[self.shape.name] = found
+        print(json.dumps(found), flush=True)
+
+    def json(self) -> None:
+        """SGLang's own way out."""
+        few = self.exact[: self.shape.json_count]
+        if len(few[0]) not in self.rate:
+            self.rate[len(few[0])] = ordinary(self.url["none"], self.exact).tokens_per_s
+        found = ordinary(self.url["none"], few, hidden=True)
+        per_token = found.num_bytes / sum(map(len, few))
+        self.row("json", len(few[0]), found.tokens_per_s, http_bytes_per_token=round(per_token))
+
+    def naive(self) -> None:
+        """The story's patch; its files are also the reference for our bytes."""
         for length, samples in self.samples.items():
-            ordinary(url, samples[: max(4, 16384 // length)])
+            if length == min(self.samples) and len(self.samples) > 1:
+                continue
+            some = samples[: max(4, self.shape.tokens_per_run // 3 // length)]
+            self.row("naive", length, ordinary(self.url["naive"], some, rid="naive-").tokens_per_s)
+            for path in self.naive_folder.iterdir():
+                path.unlink()
+        ordinary(self.url["naive"], self.exact, rid="exact-")
+        self.reference = [
+            read_naive(self.naive_folder, number, len(self.shape.layers) + 1) for number in range(len(self.exact))
+        ]
+        shutil.rmtree(self.naive_folder, ignore_errors=True)
+
+    def stores(self) -> None:
+        for codec in filter(None, self.args.codecs.split(",")):
+            self.disk()
+            self.store(codec)
 
     def disk(self) -> None:
         """What the disk takes at most: plain writes of 64 MiB blocks and one fsync a file, 1 and 4 at a time."""
         block = os.urandom(64 << 20)
+        found = {}
         for writers in (1, 4):
-            blocks = (2 << 30) // (64 << 20) // writers if self.args.device == "cuda" else 2
+            blocks = DISK_BYTES // len(block) // writers if self.args.device == "cuda" else 2
             start = time.perf_counter()
-            threads = [
-                threading.Thread(target=write_file, args=(self.args.work / f"disk-{n}", block, blocks))
-                for n in range(writers)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            rate = writers * blocks * len(block) / (time.perf_counter() - start) / 1e9
-            self.results.setdefault("disk_gb_per_s", {})[str(writers)] = round(rate, 3)
-            for n in range(writers):
-                (self.args.work / f"disk-{n}").unlink()
+            with ThreadPoolExecutor(writers) as pool:
+                paths = [self.args.work / f"disk-{number}" for number in range(writers)]
+                list(pool.map(lambda path: write_file(path, block, blocks), paths))  # noqa: B023 - used up at once
+            found[str(writers)] = round(writers * blocks * len(block) / (time.perf_counter() - start) / 1e9, 3)
+            for path in paths:
+                path.unlink()
+        self.results.setdefault("disk_gb_per_s", {}).setdefault(self.shape.name, []).append(found)
+        print("disk", found, flush=True)
 
-    def without(self) -> None:
-        """No capture, and SGLang's JSON on the same server."""
-        flags = [*self.shape.flags(self.args.device), "--enable-return-hidden-states"]
-        with server(self.target, f"{self.shape.name}-none", self.model, flags) as url:
-            self.warm_up(url)
-            for _ in range(self.args.rounds):
-                for length, samples in self.samples.items():
-                    self.row("none", length, ordinary(url, samples).tokens_per_s)
-            few = self.exact[: self.shape.json_count]
-            found = ordinary(url, few, hidden=True)
-            per_token = found.num_bytes / sum(map(len, few))
-            self.rate.setdefault(len(few[0]), ordinary(url, self.exact).tokens_per_s)
-            self.row("json", len(few[0]), found.tokens_per_s, http_bytes_per_token=round(per_token))
-
-    def with_capture(self) -> None:
-        """hsdump: aux only, drained ring, committed stores, ordinary decode beside."""
-        layers = ",".join(map(str, self.shape.layers))
-        serve = ["--layers", layers, "--spool-bytes", str(self.args.spool_bytes), "--hand-over", "ring"]
-        flags = self.shape.flags(self.args.device)
-        with server(self.target, f"{self.shape.name}-hsdump", self.model, flags, serve=serve) as url:
-            self.warm_up(url)
-            for _ in range(self.args.rounds):
-                for length, samples in self.samples.items():
-                    self.row("aux", length, ordinary(url, samples).tokens_per_s)
-                    found = captured(url, samples)
-                    self.row("shm", length, found.tokens_per_s, drained_s=round(found.drained_s, 4))
-            self.row("shm-exact", self.shape.exact_length, captured(url, self.exact, keep=self.kept).tokens_per_s)
-            self.results.setdefault("counters", {})[self.shape.name] = self.counters()
-            if not self.args.no_decode:
-                self.decode_beside(url)
-            for codec in filter(None, self.args.codecs.split(",")):
-                self.store(url, codec)
-
-    def counters(self) -> dict[str, Any]:
-        """What the server side says its own work cost."""
-        for path in Path("/dev/shm").glob("hsdump-*/ring-[0-9]*"):
-            found = asdict(read_counters(path))
-            batches = max(found["batches"], 1)
-            per_batch = {"busy_us_per_batch": round(found["busy_ns"] / batches / 1e3, 1)}
-            return {**found, **per_batch, "late_us_per_batch": round(found["late_ns"] / batches / 1e3, 1)}
-        return {}
-
-    def decode_beside(self, url: str) -> None:
-        """Pauses between tokens of eight ordinary users: alone, beside plain prefill, beside the same captured."""
-        samples = self.samples[sorted(self.samples)[-2 if len(self.samples) > 1 else -1]]
-        found: dict[str, Any] = {}
-        for name, beside in (("alone", None), ("beside_plain", ordinary), ("beside_capture", captured)):
-            threads = [threading.Thread(target=beside, args=(url, samples))] if beside else []
-            for thread in threads:
-                thread.start()
-            gaps, answers = map(np.array, decode_gaps(url, self.shape.vocab, self.shape.decode_s))
-            for thread in threads:
-                thread.join()
-            found[name] = {f"p{q}_ms": round(float(np.percentile(gaps, q)) * 1e3, 2) for q in (50, 95)}
-            found[name] |= {f"answer_p{q}_s": round(float(np.percentile(answers, q)), 3) for q in (50, 95)}
-            found[name] |= {"tokens": len(gaps), "mean_ms": round(float(gaps.mean()) * 1e3, 2)}
-        self.results.setdefault("decode", {})[self.shape.name] = found
-        print(json.dumps(found), flush=True)
-
-    def store(self, url: str, codec: str) -> None:
-        length = sorted(self.samples)[-2 if len(self.samples) > 1 else -1]
-        out = self.args.work / f"store-{codec}"
+    def store(self, codec: str) -> None:
+        """Through `hsdump extract`, the samples of the naive patch first."""
+        out = self.args.work / f"store-{self.shape.name}-{codec}"
         shutil.rmtree(out, ignore_errors=True)
-        some = self.samples[length][: max(4, self.args.store_tokens // length)]
-        rows = write_rows(self.args.work / "rows.jsonl", some)
-        command = [sys.executable, "-m", "hsdump.cli.main", "extract", str(rows), "--server", url, "--out", str(out)]
-        command += ["--codec", codec, "--json", "--concurrency", str(max(8, 40960 // length))]
+        tokens = (self.args.store_tokens or self.shape.store_tokens) // (1 if codec == "raw" else 8)
+        more = make_samples(max(4, tokens // self.middle), self.middle, self.shape.vocab, 99)
+        rows = write_rows(self.args.work / "rows.jsonl", [*self.exact, *more])
+        command = [sys.executable, "-m", "hsdump.cli.main", "extract", str(rows), "--server", self.url["hsdump"]]
+        command += ["--out", str(out), "--codec", codec, "--json", "--concurrency", str(in_flight(self.middle))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"extract {codec}: {done.returncode} {done.stdout[-500:]} {done.stderr[-1500:]}")
         report = json.loads(done.stdout)
         size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-        more = {"seconds": report["seconds"], "retries": report["retries"], "committed": report["committed"]}
+        facts = {key: report[key] for key in ("seconds", "retries", "committed", "state_bytes")}
         ratio = round(size / report["state_bytes"], 4)
-        self.row(f"store-{codec}", length, report["tokens_per_s"], disk_bytes_ratio=ratio, **more)
-        verify = [sys.executable, "-m", "hsdump.cli.main", "verify", str(out), "--json"]
-        code = subprocess.run(verify, capture_output=True, check=False).returncode
-        self.results.setdefault("verify", {})[f"{self.shape.name} {codec}"] = code
-        shutil.rmtree(out, ignore_errors=True)
+        self.row(f"store-{codec}", self.middle, report["tokens_per_s"], disk_bytes_ratio=ratio, **facts)
+        self.compare(codec, out)
 
-    def naive(self) -> None:
-        """The story's patch, on its own server; its files are also the reference for our bytes."""
-        folder = Path("/dev/shm/naive") if self.args.device == "cuda" else self.args.work / "naive"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        env = {"NAIVE_DIR": str(folder), "NAIVE_LAYERS": ",".join(map(str, self.shape.layers))}
-        flags = self.shape.flags(self.args.device)
-        with server(self.target, f"{self.shape.name}-naive", self.model, flags, env=env) as url:
-            self.warm_up(url)
-            for length, samples in self.samples.items():
-                if length == min(self.samples) and len(self.samples) > 1:
-                    continue
-                some = samples[: max(4, self.shape.tokens_per_run // 3 // length)]
-                self.row("naive", length, ordinary(url, some, rid="naive-").tokens_per_s)
-                for path in folder.iterdir():
-                    path.unlink()
-            ordinary(url, self.exact, rid="exact-")
-            self.reference = [
-                read_naive(folder, number, len(self.shape.layers) + 1) for number in range(len(self.exact))
-            ]
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def compare(self) -> None:
-        """Our rows against the naive patch's for the same requests, in another process and other batches."""
+    def compare(self, codec: str, path: Path) -> None:
+        """Committed rows against the naive patch's of the same requests, from another process and other batches."""
         errors, equal = [], 0
-        for ids, reference in zip(self.exact, self.reference, strict=True):
-            found = self.kept[sample_key(ids, np.ones(len(ids), dtype=np.uint8))]
-            for ours, theirs in zip(found, reference, strict=True):
-                equal += bool(np.array_equal(ours, theirs))
-                a, b = to_float32(ours, "bfloat16"), to_float32(theirs, "bfloat16")
-                errors.append(float(np.linalg.norm(a - b) / np.linalg.norm(b)))
-        self.results.setdefault("against_naive", {})[self.shape.name] = {
+        with Store(path) as store:
+            for ids, reference in zip(self.exact, self.reference, strict=True):
+                sample = store[sample_key(ids, np.ones(len(ids), dtype=np.uint8))]
+                for ours, theirs in zip(sample.states.values(), reference, strict=True):
+                    equal += bool(np.array_equal(ours, theirs))
+                    a, b = to_float32(ours, "bfloat16"), to_float32(theirs, "bfloat16")
+                    errors.append(float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+        self.results.setdefault("against_naive", {})[f"{self.shape.name} {codec}"] = {
             "states_compared": len(errors),
             "bitwise_equal": equal,
             "worst_relative_error": round(max(errors), 6),
             "median_relative_error": round(float(np.median(errors)), 6),
         }
         print(json.dumps(self.results["against_naive"]), flush=True)
+
+    def decode(self) -> None:
+        """Pauses between tokens of ordinary users: alone, beside plain prefill, beside the same captured.
+
+        SGLang lets prefill go first, so a full queue of prefill stops decoding, whoever sends it: there the users'
+        answer takes as long as the load. Beside one batch at a time users decode between batches; beside `extract`,
+        hsdump's own driver at its default courtesy, as well.
+        """
+        plain, ours, some = self.url["none"], self.url["hsdump"], self.samples[self.middle]
+        batch, seconds = max(1, 8192 // self.middle), self.shape.decode_s
+        found = {
+            "alone": self.beside(plain, None, seconds),
+            "alone, hsdump's server": self.beside(ours, None, seconds),
+            "plain, one batch": self.beside(plain, lambda: ordinary(plain, some, at_once=batch), seconds),
+            "capture, one batch": self.beside(ours, lambda: captured(ours, some, at_once=batch), seconds),
+            "plain, full": self.beside(plain, lambda: ordinary(plain, some), 0.1),
+            "capture, full": self.beside(ours, lambda: captured(ours, some), 0.1),
+            "extract": self.beside(ours, self.extract_politely, seconds),
+        }
+        self.results.setdefault("decode", {})[self.shape.name] = found
+
+    def beside(self, url: str, load: Callable[[], object] | None, seconds: float) -> dict[str, Any]:
+        """Be eight users for so long, beside a load that is repeated meanwhile."""
+        over = threading.Event()
+
+        def keep_on() -> None:
+            while load is not None and not over.is_set():
+                load()
+
+        thread = threading.Thread(target=keep_on)
+        thread.start()
+        time.sleep(0.5)
+        try:
+            gaps, answers = map(np.array, decode_gaps(url, self.shape.vocab, seconds))
+        finally:
+            over.set()
+            thread.join()
+        found: dict[str, Any] = {f"p{q}_ms": round(float(np.percentile(gaps, q)) * 1e3, 2) for q in (50, 95, 99)}
+        found |= {f"answer_p{q}_s": round(float(np.percentile(answers, q)), 3) for q in (50, 95)}
+        found |= {"tokens": len(gaps), "mean_ms": round(float(gaps.mean()) * 1e3, 2)}
+        print(json.dumps(found), flush=True)
+        return found
+
+    def extract_politely(self) -> None:
+        out = self.args.work / "store-polite"
+        shutil.rmtree(out, ignore_errors=True)
+        rows = write_rows(self.args.work / "polite.jsonl", self.samples[self.middle])
+        command = [sys.executable, "-m", "hsdump.cli.main", "extract", str(rows), "--server", self.url["hsdump"]]
+        subprocess.run([*command, "--out", str(out), "--json"], capture_output=True, check=True)
+        shutil.rmtree(out, ignore_errors=True)
+
+    def verify(self) -> None:
+        """All of the committed stores, when the servers are not needed any more."""
+        for out in sorted(self.args.work.glob(f"store-{self.shape.name}-*")):
+            begin = time.monotonic()
+            command = [sys.executable, "-m", "hsdump.cli.main", "verify", str(out), "--json"]
+            code = subprocess.run(command, capture_output=True, check=False).returncode
+            seconds = round(time.monotonic() - begin, 1)
+            self.results.setdefault("verify", {})[out.name] = {"exit_code": code, "seconds": seconds}
+            print("verify", out.name, code, seconds, flush=True)
+            shutil.rmtree(out, ignore_errors=True)
+
+
+def counters() -> dict[str, Any]:
+    """What the server side says its own work cost."""
+    for path in Path("/dev/shm").glob("hsdump-*/ring-[0-9]*"):
+        found = asdict(read_counters(path))
+        batches = max(found["batches"], 1)
+        per_batch = {"busy_us_per_batch": round(found["busy_ns"] / batches / 1e3, 1)}
+        return {**found, **per_batch, "late_us_per_batch": round(found["late_ns"] / batches / 1e3, 1)}
+    return {}
 
 
 def write_file(path: Path, block: bytes, blocks: int) -> None:

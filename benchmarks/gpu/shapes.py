@@ -21,6 +21,7 @@ class Shape:
     exact_count: int
     exact_length: int
     json_count: int
+    store_tokens: int
     decode_s: float
     gpu_flags: tuple[str, ...] = ()
     cpu_flags: tuple[str, ...] = ()
@@ -128,30 +129,33 @@ def _kimi() -> dict[str, Any]:
 
 
 _PREFILL_BUCKETS = ("--cuda-graph-bs-prefill", "1024", "2048", "4096", "6144", "8192")
-_DECODE_GRAPHS = ("--cuda-graph-max-bs-decode", "16")
+_SHARED_GPU = ("--cuda-graph-max-bs-decode", "16", "--max-total-tokens", "81920")
+"""Three servers on one GPU: room for the requests in flight and some users each, not for all that is free."""
 
 SHAPES = {
     "l8b": Shape(
         name="l8b",
         config=_llama(),
         lengths=(256, 2048, 8000),
-        tokens_per_run=300_000,
+        tokens_per_run=250_000,
         exact_count=32,
         exact_length=2048,
         json_count=4,
-        decode_s=6.0,
-        gpu_flags=(*_PREFILL_BUCKETS, *_DECODE_GRAPHS),
+        store_tokens=700_000,
+        decode_s=7.0,
+        gpu_flags=(*_PREFILL_BUCKETS, *_SHARED_GPU),
     ),
     "kimi": Shape(
         name="kimi",
         config=_kimi(),
         lengths=(256, 2048, 8000),
-        tokens_per_run=300_000,
+        tokens_per_run=250_000,
         exact_count=32,
         exact_length=2048,
         json_count=4,
-        decode_s=6.0,
-        gpu_flags=("--moe-runner-backend", "triton", *_DECODE_GRAPHS),
+        store_tokens=400_000,
+        decode_s=7.0,
+        gpu_flags=("--moe-runner-backend", "triton", *_SHARED_GPU),
     ),
     "tiny": Shape(
         name="tiny",
@@ -170,6 +174,7 @@ SHAPES = {
         exact_count=6,
         exact_length=200,
         json_count=2,
+        store_tokens=4000,
         decode_s=2.0,
         cpu_flags=("--chunked-prefill-size", "512", "--sleep-on-idle"),
     ),
