@@ -27,19 +27,16 @@ class KeySet:
         self._count = 0
         self.update(keys)
 
-    @classmethod
-    def unpack(cls, packed: bytes) -> KeySet:
-        """Make a set of what `pack` gave.
+    def unpack(self, packed: bytes) -> None:
+        """Take in what `pack` gave.
 
         Raises:
             ValueError: it is no whole number of keys.
         """
         if len(packed) % KEY_BYTES:
             raise ValueError(f"{len(packed)} bytes are no whole number of keys")
-        made = cls()
         for at in range(0, len(packed), KEY_BYTES):
-            made._add(packed[at : at + KEY_BYTES])
-        return made
+            self._add(packed[at : at + KEY_BYTES])
 
     def pack(self) -> bytes:
         """Give all keys as bytes, 16 each, in their order."""
@@ -84,6 +81,10 @@ class KeySet:
             self._tails[_bucket(raw)] = tails[:at] + tails[at + _TAIL_BYTES :]
             self._count -= 1
 
+    def difference_update(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.discard(key)
+
     def _add(self, raw: bytes) -> bool:
         bucket = _bucket(raw)
         tails = self._tails[bucket]
@@ -100,6 +101,10 @@ class KeySet:
             first = head.to_bytes(_HEAD_BYTES, "big")
             found = (tails[at : at + _TAIL_BYTES] for at in range(0, len(tails), _TAIL_BYTES))
             yield from (first + tail for tail in sorted(found))
+
+
+def is_key(text: str) -> bool:
+    return _bytes_of(text) is not None
 
 
 def _bytes_of(key: str) -> bytes | None:

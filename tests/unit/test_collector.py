@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from hsdump.cli.watching import Watch, run_session
-from hsdump.engines.base import CaptureFailed, CaptureRequest, Engine
+from hsdump.engines.base import CaptureFailed, CaptureRequest, Engine, ServerAway
 from hsdump.engines.collector import CollectorEngine, HttpTransport
 from hsdump.errors import ServerError
 from hsdump.extract import collector as collector_module
@@ -73,6 +73,36 @@ def test_two_partitions_have_everything_once_and_a_second_run_finds_it(tmp_path:
     assert min(len(Store(tmp_path / name)) for name in ("one", "two")) > 10
 
 
+@pytest.mark.parametrize("others", [0, 1], ids=["the only one", "one of two"])
+def test_a_collector_that_dies_before_it_has_begun_is_taken_in_later(tmp_path: Path, others: int) -> None:
+    class DiesOnce(HttpTransport):
+        died = False
+
+        async def call(self, method: str, body: bytes) -> bytes:
+            if method == "begin" and not self.died:
+                self.died = True
+                raise ServerAway("it died")
+            return await super().call(method, body)
+
+    async def once() -> RunState:
+        async with AsyncExitStack() as stack:
+            urls = [(await stack.enter_async_context(collecting(tmp_path / f"{at}")))[0] for at in range(others + 1)]
+            engines: dict[str, Engine] = {url: CollectorEngine(HttpTransport(url, TOKEN)) for url in urls}
+            engines[urls[0]] = CollectorEngine(DiesOnce(urls[0], TOKEN))
+            options = ExtractOptions(
+                inputs=(rows_file(tmp_path, 80),), out=tmp_path, disk_reserve=0, commit_s=0.1, max_rate=60.0
+            )
+            return await run_session(engines, options, Watch(quiet=True))
+
+    if not others:
+        with pytest.raises(ServerError, match="it died"):
+            asyncio.run(once())
+        return
+    state = asyncio.run(once())
+    assert (state.exit_code(), state.committed) == (0, 80)
+    assert min(len(Store(tmp_path / name)) for name in "01") > 0
+
+
 def test_failures_come_back_with_the_servers_words(tmp_path: Path) -> None:
     def refuse(request: CaptureRequest, before: int) -> None:
         if request.input_ids[2] == 9:
@@ -114,7 +144,9 @@ def test_strangers_and_other_terms_are_refused(tmp_path: Path) -> None:
     async def ask() -> None:
         async with collecting(tmp_path / "one") as (url, _):
             async with httpx.AsyncClient(base_url=url) as client:
-                assert (await client.post("/v1/ping")).status_code == 401
+                refused = await client.post("/v1/ping")
+                # Said, so that the client does not send the next request into a connection that is being closed.
+                assert (refused.status_code, refused.headers["connection"]) == (401, "close")
                 headers = {"Authorization": f"Bearer {TOKEN}"}
                 assert (await client.post("/v1/nonsense", headers=headers)).status_code == 409
                 answer = await client.post("/v1/put", headers=headers, content=b"\xff")

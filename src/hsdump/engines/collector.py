@@ -82,8 +82,13 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
     """A partition that is open."""
 
+    run: int
+    """Counts from the collector's start."""
+
     partition: str
-    committed: list[str]
+    committed: bytes
+    """A packed `KeySet`: of a million samples 16 MB, where a list of keys would take 90 here and there."""
+
     failed: list[str]
 
 
@@ -166,7 +171,10 @@ class CollectorEngine:
             raw = await self._transport.call("begin", msgspec.msgpack.encode(terms))
         except ServerAway as away:
             raise ServerError(away.detail, "start the collector again") from away
-        self.begun = msgspec.msgpack.decode(raw, type=Begun)
+        try:
+            self.begun = msgspec.msgpack.decode(raw, type=Begun)
+        except msgspec.MsgspecError as error:
+            raise ServerError(f"begin: {error}", "use the same hsdump release on both sides") from error
         self._lost = False
         self._tasks = [asyncio.create_task(self._send_all()), asyncio.create_task(self._follow())]
         return self.begun
@@ -229,8 +237,9 @@ class CollectorEngine:
 
     async def _follow(self) -> None:
         seen = 0
-        while not self._lost:
-            raw = await self._call_or_lose("outcomes", msgspec.msgpack.encode({"since": seen, "wait_s": POLL_S}))
+        while not self._lost and self.begun is not None:
+            asked = {"run": self.begun.run, "since": seen, "wait_s": POLL_S}
+            raw = await self._call_or_lose("outcomes", msgspec.msgpack.encode(asked))
             for outcome in msgspec.msgpack.decode(raw, type=list[Outcome]) if raw else []:
                 seen += 1
                 future = self._waiting.get(outcome.key)

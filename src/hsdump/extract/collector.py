@@ -44,6 +44,10 @@ class Collector:
         self._queue: asyncio.Queue[TokenSample | None] = asyncio.Queue()
         self._known: set[str] = set()
         self._outcomes: list[Outcome] = []
+        """Those that the driver has not had for certain."""
+
+        self._outcomes_had = 0
+        self._number = 0
         self._news = asyncio.Event()
         self._heard_s = time.monotonic()
         self._calls = {
@@ -102,7 +106,8 @@ class Collector:
         manifest = msgspec.structs.replace(
             plan.manifest, tokenizer_digest=terms.tokenizer_digest, template_digest=terms.template_digest
         )
-        self._queue, self._known, self._outcomes = asyncio.Queue(), set(), []
+        self._queue, self._known = asyncio.Queue(), set()
+        self._outcomes, self._outcomes_had, self._number = [], 0, self._number + 1
         events = Events([self._on_event])
         lane = Lane(self.url, engine, info, limits_of(options))
         session = make_session([lane], replace(plan, manifest=manifest), options, events, self._rows)
@@ -116,8 +121,9 @@ class Collector:
             run.result()  # raises why the store could not be opened
         self._session = session
         begun = Begun(
+            run=self._number,
             partition=str(self.out),
-            committed=sorted(session.keeper.committed_keys()),
+            committed=await asyncio.to_thread(session.keeper.committed_keys().pack),
             failed=sorted(session.keeper.failed_keys()),
         )
         return msgspec.msgpack.encode(begun)
@@ -145,11 +151,15 @@ class Collector:
         """Give what became of samples since the driver last asked; waits a little when there is nothing."""
         asked: dict[str, Any] = msgspec.msgpack.decode(body)
         since, deadline_s = int(asked["since"]), time.monotonic() + float(asked["wait_s"])
-        while len(self._outcomes) <= since and time.monotonic() < deadline_s:
+        if asked["run"] != self._number or since < self._outcomes_had:
+            raise ServerError("another driver took this collector over", "use one driver at a time")
+        del self._outcomes[: since - self._outcomes_had]  # of a million samples they would take 200 MB
+        self._outcomes_had = since
+        while not self._outcomes and time.monotonic() < deadline_s:
             if self._run is not None and self._run.done():
                 self._say_stopped()
             await asyncio.sleep(0.02)
-        return msgspec.msgpack.encode(self._outcomes[since:])
+        return msgspec.msgpack.encode(self._outcomes)
 
     async def end(self, _: bytes) -> bytes:
         """Finish and commit what is there; the report is the answer."""

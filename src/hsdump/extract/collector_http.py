@@ -80,7 +80,7 @@ def serving(collector: Collector, host: str, port: int, token: str) -> Iterator[
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             if status in {401, 413}:
-                self.close_connection = True  # the body was not read
+                self.send_header("Connection", "close")  # the body was not read; it also ends the connection here
             self.end_headers()
             self.wfile.write(body)
 

@@ -13,6 +13,7 @@ from hsdump.engines.base import CapturedSample
 from hsdump.extract.events import Events
 from hsdump.extract.plan import ExtractOptions, ExtractPlan
 from hsdump.extract.state import FailedSample, RunState
+from hsdump.keys import KeySet
 from hsdump.prompts import Skip
 from hsdump.samples import TokenSample
 from hsdump.store import StoreWriter
@@ -78,7 +79,7 @@ class Keeper:
     def failed_keys(self) -> frozenset[str]:
         return self._failed_before
 
-    def committed_keys(self) -> frozenset[str]:
+    def committed_keys(self) -> KeySet:
         return self._writer.committed
 
     def note(self, sample: TokenSample, state: str, request_id: str = "", server: str = "") -> None:

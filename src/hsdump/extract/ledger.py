@@ -9,6 +9,7 @@ from hsdump.engines.collector import CollectorEngine
 from hsdump.extract.events import Events
 from hsdump.extract.plan import ExtractPlan
 from hsdump.extract.state import FailedSample, RunState
+from hsdump.keys import KeySet
 from hsdump.prompts import Skip
 from hsdump.samples import TokenSample
 from hsdump.store.index import RequestRow
@@ -21,13 +22,14 @@ class Ledger:
 
     def __init__(self, engines: Sequence[CollectorEngine], plan: ExtractPlan, state: RunState, events: Events) -> None:
         self._engines, self._plan, self._state, self._events = engines, plan, state, events
-        self._committed: set[str] = set()
+        self._committed = KeySet()
         self._failed: frozenset[str] = frozenset()
 
     async def open(self) -> list[RequestRow]:
         begun = [engine.begun for engine in self._engines if engine.begun is not None]
-        self._committed = {key for part in begun for key in part.committed}
-        self._failed = frozenset(key for part in begun for key in part.failed) - self._committed
+        for part in begun:
+            self._committed.unpack(part.committed)
+        self._failed = frozenset(key for part in begun for key in part.failed if key not in self._committed)
         return []
 
     def committed(self, key: str) -> bool:
@@ -39,8 +41,8 @@ class Ledger:
     def failed_before(self, key: str) -> bool:
         return key in self._failed
 
-    def committed_keys(self) -> frozenset[str]:
-        return frozenset(self._committed)
+    def committed_keys(self) -> KeySet:
+        return self._committed
 
     def failed_keys(self) -> frozenset[str]:
         return self._failed

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hsdump.arrays import xxh3
 from hsdump.errors import UsageError
+from hsdump.keys import KeySet
 from hsdump.samples import TokenSample
 
 
@@ -13,19 +15,24 @@ class Only:
     """Which samples are wanted; all of them when nothing was named."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = frozenset(names)
-        self._found: set[str] = set()
+        self._names = names
+        self._wanted = KeySet(_digest(name) for name in names)
+        self._found = KeySet()
 
     def wants(self, sample: TokenSample) -> bool:
         if not self._names:
             return True
-        hit = self._names & {sample.key, sample.source}
-        self._found |= hit
-        return bool(hit)
+        hits = [digest for name in (sample.key, sample.source) if (digest := _digest(name)) in self._wanted]
+        self._found.update(hits)
+        return bool(hits)
 
     def not_found(self) -> list[str]:
         """List the names that no sample of the input had."""
-        return sorted(self._names - self._found)
+        return sorted({name for name in self._names if _digest(name) not in self._found})
+
+
+def _digest(name: str) -> str:
+    return xxh3(name.encode("utf-8", "surrogatepass"))
 
 
 def read_names(values: Sequence[str]) -> tuple[str, ...]:

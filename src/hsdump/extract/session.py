@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsdump.engines.base import Engine
+from hsdump.engines.base import Engine, ServerAway
 from hsdump.engines.collector import CollectorEngine, Terms
 from hsdump.errors import HsdumpError, ServerError, UsageError
 from hsdump.extract.driver import Driver
@@ -119,10 +119,11 @@ def limits_of(options: ExtractOptions, *, collectors: bool = False) -> FleetLimi
 
 
 async def begin_collecting(lanes: Sequence[Lane], plan: ExtractPlan, options: ExtractOptions) -> None:
-    """Open the partitions of all collectors under the same terms; those that are away get them when they come.
+    """Open the partitions of all collectors under the same terms; those that are away get them when they come, and so
+    do those that die just now.
 
     Raises:
-        ServerError: a partition was made under other terms.
+        ServerError: a partition was made under other terms, or no collector is left.
     """
     terms = Terms(
         layers=plan.shape.layers,
@@ -139,11 +140,21 @@ async def begin_collecting(lanes: Sequence[Lane], plan: ExtractPlan, options: Ex
         disk_reserve=options.disk_reserve,
         server_wait_s=options.server_wait_s,
     )
+    begins = []
     for lane in lanes:
         if isinstance(lane.engine, CollectorEngine):
             lane.engine.terms = terms
-    up = [lane.engine for lane in lanes if isinstance(lane.engine, CollectorEngine) and lane.info is not None]
-    await asyncio.gather(*(engine.begin(terms) for engine in up))
+            if lane.info is not None:
+                begins.append((lane, lane.engine.begin(terms)))
+    answers = await asyncio.gather(*(begin for _, begin in begins), return_exceptions=True)
+    problem: BaseException | None = None
+    for (lane, _), answer in zip(begins, answers, strict=True):
+        if isinstance(answer, ServerError) and isinstance(answer.__cause__, ServerAway):
+            lane.info, lane.problem, problem = None, answer, answer
+        elif isinstance(answer, BaseException):
+            raise answer
+    if problem is not None and all(lane.info is None for lane in lanes):
+        raise problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from hsdump.errors import StoreCorrupt, StoreError
+from hsdump.keys import KeySet, is_key
 from hsdump.store.format import SampleRecord, ShardHeader, TensorEntry
 from hsdump.store.fs import Fs
 from hsdump.store.manifest import FORMAT_VERSION
@@ -203,6 +204,11 @@ class Index:
     def get_meta(self, name: str) -> str | None:
         rows = self._rows("SELECT value FROM meta WHERE name = ?", name)
         return rows[0][0] if rows else None
+
+    def key_set(self) -> KeySet:
+        """Give the keys of committed samples. What damage made of a key is no sample's: it is left to a scrub."""
+        with self._lock, _translated(None), closing(self._db.execute("SELECT key FROM samples")) as cursor:
+            return KeySet(key for (key,) in cursor if is_key(key))
 
     def keys(self) -> list[str]:
         """List the keys of committed samples, in order of their commit."""

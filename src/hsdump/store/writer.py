@@ -19,6 +19,7 @@ from typing import Any, final
 
 from hsdump.arrays import StateArray
 from hsdump.errors import StoreError
+from hsdump.keys import KeySet
 from hsdump.samples import TokenSample
 from hsdump.store import recovery
 from hsdump.store.attach import RemoteOptions
@@ -69,7 +70,7 @@ class StoreWriter:
 
         self.index, self.fs = index, options.fs
         self._lock, self._options = opened.lock, options
-        self._committed = set(index.keys())
+        self._committed = index.key_set()
         self._pending: set[str] = set()
         self._shards: list[ShardWriter] = []
         self._skips: list[SkippedRow] = []
@@ -130,9 +131,9 @@ class StoreWriter:
         return key in self._committed
 
     @property
-    def committed(self) -> frozenset[str]:
-        """Keys of all committed samples."""
-        return frozenset(self._committed)
+    def committed(self) -> KeySet:
+        """Keys of all committed samples: the writer's own set, not to be changed."""
+        return self._committed
 
     def failures(self) -> dict[str, Failure]:
         """Give the samples that failed and never succeeded, by key."""
