@@ -74,7 +74,7 @@ def prepare(
         skip_bad_rows=skip_bad_rows,
     )
     renderer = Renderer.load(model, options) if model else None
-    settings = {**_settings(options), "model": model, "inputs": [str(path) for path in inputs]}
+    settings = {**options.settings(), "model": model, "inputs": [str(path) for path in inputs]}
     if renderer is not None:
         settings["tokenizer_digest"] = renderer.tokenizer_digest
         settings["template_digest"] = renderer.template_digest
@@ -128,9 +128,3 @@ def _nothing_left(report: PrepareReport) -> str:
     lines = [f"0 samples from {report.notes.counts['rows']} rows ({reasons})"]
     lines += [f"  {examples[0]['source']}: {examples[0]['detail']}" for examples in report.examples.values()]
     return "\n".join(lines)
-
-
-def _settings(options: PromptOptions) -> dict[str, object]:
-    """Give the options that change tokens or masks; the template goes in as its digest."""
-    names = ("max_tokens", "too_long", "turns", "thinking", "control_tokens", "text", "date", "default_system", "roles")
-    return {name: getattr(options, name) for name in names}

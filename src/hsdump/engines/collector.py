@@ -68,6 +68,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     tokenizer_digest: str
     template_digest: str
+    prompts: dict[str, str]
+    """What made the tokens, for the manifest's `extra`."""
+
     codec: str
     shard_bytes: int
     commit_s: float

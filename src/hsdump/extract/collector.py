@@ -104,7 +104,10 @@ class Collector:
         options = _options_of(terms, self.out)
         plan = make_plan(options, info)
         manifest = msgspec.structs.replace(
-            plan.manifest, tokenizer_digest=terms.tokenizer_digest, template_digest=terms.template_digest
+            plan.manifest,
+            tokenizer_digest=terms.tokenizer_digest,
+            template_digest=terms.template_digest,
+            extra=terms.prompts,
         )
         self._queue, self._known = asyncio.Queue(), set()
         self._outcomes, self._outcomes_had, self._number = [], 0, self._number + 1

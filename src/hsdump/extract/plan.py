@@ -9,15 +9,19 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+import msgspec
+
 from hsdump._version import __version__
 from hsdump.errors import InputError, StoreError, UsageError
 from hsdump.extract.identity import model_digest
 from hsdump.layers import check_layers
 from hsdump.prompts import PromptOptions, Renderer, prepared_settings
 from hsdump.prompts.hub import is_dataset
+from hsdump.prompts.options import SETTINGS
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.store import Manifest
 from hsdump.store.attach import RemoteOptions
+from hsdump.store.manifest import PROMPTS
 
 LAYER_MEANING = "index into transformers' output_hidden_states (0 = embeddings, k = output of decoder layer k-1)"
 
@@ -157,6 +161,7 @@ def make_plan(options: ExtractOptions, info: EngineInfo) -> ExtractPlan:
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         attach=info.attach,
         notes=list(info.notes),
+        extra=_prompt_settings(options, renderer),
     )
     return ExtractPlan(
         info=info,
@@ -211,3 +216,21 @@ def _made_by(digest: str, inputs: Sequence[Path], renderer: Renderer | None) -> 
     prepared = {str(prepared_settings(path).get(digest, "")) for path in inputs} - {""}
     own = getattr(renderer, digest) if renderer else "none"
     return "+".join(sorted(prepared)) or own
+
+
+def _prompt_settings(options: ExtractOptions, renderer: Renderer | None) -> dict[str, str]:
+    """Give the settings that made tokens and masks, for `Manifest.extra`: the prepared files' own, else this run's.
+
+    This run's `max_tokens` is a fact of its own; token ids that somebody else made have no settings.
+    """
+    prepared = [made for path in options.inputs if (made := prepared_settings(path))]
+    if not prepared and renderer is not None:
+        prepared = [{name: value for name, value in options.prompts.settings().items() if name != "max_tokens"}]
+    found: dict[str, set[str]] = {}
+    for made in prepared:
+        for name in SETTINGS:
+            if name in made:
+                value = made[name]
+                text = value if isinstance(value, str) else msgspec.json.encode(value, order="sorted").decode()
+                found.setdefault(PROMPTS + name, set()).add(text)
+    return {name: "+".join(sorted(values)) for name, values in found.items()}

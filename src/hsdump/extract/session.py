@@ -130,6 +130,7 @@ async def begin_collecting(lanes: Sequence[Lane], plan: ExtractPlan, options: Ex
         max_tokens=plan.prompt_options.max_tokens,
         tokenizer_digest=plan.manifest.tokenizer_digest,
         template_digest=plan.manifest.template_digest,
+        prompts=plan.manifest.extra,
         codec=options.codec,
         shard_bytes=options.shard_bytes,
         commit_s=options.commit_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 DEFAULT_DATE = "2025-01-01"
 """What "today" is for templates that print it. Fixed, so that a run resumed tomorrow gives the same tokens."""
@@ -23,6 +23,13 @@ POLICY_REASONS = frozenset(
     }
 )
 """Reasons that follow from a documented rule. Any other reason means that the data is damaged or not understood."""
+
+
+SETTINGS = (
+    *("max_tokens", "too_long", "turns", "thinking", "control_tokens"),
+    *("text", "date", "default_system", "roles"),
+)
+"""Options under which samples are made that may stand in one data set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +77,10 @@ class PromptOptions:
 
     skip_bad_rows: bool = False
     """Damaged rows do not change the exit code of `hsdump prepare`."""
+
+    def settings(self) -> dict[str, Any]:
+        """Give what changes tokens or masks, by name; the template goes by its digest."""
+        return {name: getattr(self, name) for name in SETTINGS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,6 +47,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     attach: str = ""
     notes: list[str] = []
     extra: dict[str, str] = {}
+    """By name. Those that begin with `PROMPTS` are compared where both sides have them."""
 
     @property
     def shape(self) -> StateShape:
@@ -82,13 +83,20 @@ FACTS = (
 """Fields that must be equal for two captures to be one data set."""
 
 
+PROMPTS = "prompts."
+"""Begins the names in `extra` of the settings that made tokens and masks of rows, as `prompts.thinking`. They are no
+facts, because stores of earlier releases are without them."""
+
+
 def differences(stored: Manifest, asked: Manifest) -> list[str]:
     """Name every fact that differs, as `layers: the store has [2, 4], this run has [2, 5]`."""
-    return [
-        f"{name}: the store has {getattr(stored, name)!r}, this run has {getattr(asked, name)!r}"
-        for name in FACTS
-        if getattr(stored, name) != getattr(asked, name)
+    facts = [(name, getattr(stored, name), getattr(asked, name)) for name in FACTS]
+    facts += [
+        (name.removeprefix(PROMPTS), value, asked.extra.get(name, value))
+        for name, value in sorted(stored.extra.items())
+        if name.startswith(PROMPTS)
     ]
+    return [f"{name}: the store has {before!r}, this run has {now!r}" for name, before, now in facts if before != now]
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
