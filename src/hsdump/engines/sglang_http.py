@@ -242,8 +242,10 @@ class SglangEngine:
             raise CaptureFailed("other-shape", f"states of {found} were handed over", transient=True)
         expected = _expected_ids(request, meta)
         if not np.array_equal(token_ids, expected):
-            row = int(np.argmax(token_ids != expected)) if len(token_ids) == len(expected) else 0
-            found_ids = f"row {row} is token {token_ids[row]}, expected was {expected[row]}"
+            found_ids = f"rows of {len(token_ids)} tokens came, {len(expected)} were sent"
+            if len(token_ids) == len(expected):
+                row = int(np.argmax(token_ids != expected))
+                found_ids = f"row {row} is token {token_ids[row]}, expected was {expected[row]}"
             release()
             raise CaptureFailed("wrong-tokens", found_ids, transient=True)
         return CapturedSample(token_ids=token_ids, states=states, release=release, meta=meta)
