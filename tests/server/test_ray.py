@@ -41,14 +41,13 @@ def test_two_collectors_on_ray(servers: list[SglangServer], tmp_path: Path, kill
     command += [word for server in servers for word in ("--server", server.url)]
     command += ["--commit-seconds", "0.5", "--max-rate", "2000" if kill else "100000", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if kill:
-        parts = tmp_path / "store.parts"
-        deadline_s = time.monotonic() + 300
-        while not list(parts.glob("*/shards/*")) and time.monotonic() < deadline_s and process.poll() is None:
-            time.sleep(0.05)
-        assert list(parts.glob("*/shards/*")), "nothing was written, so the kill would not be in the middle"
-        kill_one_actor(process.pid)
-    text, errors = process.communicate(timeout=300)
+    try:
+        if kill:
+            wait_for_a_shard(tmp_path / "store.parts", process)
+            kill_one_actor(process.pid)
+        text, errors = process.communicate(timeout=300)
+    finally:
+        process.terminate()  # Ray's own processes end with it
     assert process.returncode == 0, errors[-3000:] + text
     report = json.loads(text)
     assert report["committed"] == len(samples)
@@ -57,6 +56,16 @@ def test_two_collectors_on_ray(servers: list[SglangServer], tmp_path: Path, kill
     with Store(out) as store:
         assert sorted(store.keys()) == sorted(sample.key for sample in samples)
     assert verify_store(out, VerifyOptions(), lambda _samples, _num_bytes: None).exit_code == 0
+
+
+def wait_for_a_shard(parts: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until a kill comes in the middle of the work."""
+    deadline_s = time.monotonic() + 300
+    while time.monotonic() < deadline_s and process.poll() is None:
+        if list(parts.glob("*/shards/*")):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"nothing was written: {process.poll()}")
 
 
 def kill_one_actor(driver: int) -> None:

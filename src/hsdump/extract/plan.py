@@ -138,7 +138,9 @@ def make_plan(options: ExtractOptions, info: EngineInfo) -> ExtractPlan:
     if max_tokens < 1:
         raise UsageError(f"--max-tokens {options.max_tokens} leaves nothing", "use at least 1")
     prompt_options = replace(options.prompts, max_tokens=max_tokens, vocab_size=info.vocab_size)
-    renderer, problem = _renderer(options.model, info.model_path, prompt_options)
+    # A collector is given token ids and has no input of its own; a tokenizer costs seconds and, with torch, 260 MB.
+    reads = bool(options.inputs)
+    renderer, problem = _renderer(options.model, info.model_path, prompt_options) if reads else (None, None)
     manifest = Manifest(
         format_version=1,
         engine=info.engine,

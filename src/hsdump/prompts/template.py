@@ -9,8 +9,6 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from hsdump.prompts.conversation import THINK_CLOSE, THINK_OPEN, Message
 from hsdump.prompts.options import RowRefused
 from hsdump.prompts.sentinels import THINKING_KEYS
@@ -54,6 +52,9 @@ class Template:
         generation_prompt: bool,
         spans: bool,
     ) -> tuple[str, list[tuple[int, int]]]:
+        # Here, because its import takes a second, and who is given token ids never needs it.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
             texts, ranges = render_jinja_template(
                 conversations=[list(messages)],
