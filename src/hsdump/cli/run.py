@@ -28,6 +28,9 @@ def run(
     layers: str = typer.Option("auto", help="As for `hsdump serve`."),
     spool: Path = typer.Option(None, help="Hand-over folder in shared memory.  [default: a fresh /dev/shm/hsdump-*]"),
     spool_bytes: int = typer.Option(8 << 30, min=1 << 20, help="The server refuses captures beyond this many bytes."),
+    staging_bytes: int = typer.Option(
+        None, min=1 << 20, help="GPU memory that rows pass through, in each copying process.  [default: 380 MB at most]"
+    ),
     hand_over: str = typer.Option("auto", help="files, ring, or auto: files on a CPU, a ring on an accelerator."),
     target: str = typer.Option(None, help="Put the tap into this model file's forward loop: models/deepseek_v2.py."),
     reason: str = typer.Option("", help="Why, for the journal."),
@@ -46,6 +49,7 @@ def run(
         layers=layers,
         spool_bytes=spool_bytes,
         hand_over=hand_over,
+        staging_bytes=staging_bytes,
         sglang_args=tuple(sglang_args or ()),
     )
     applying = ApplyOptions(

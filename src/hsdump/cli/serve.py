@@ -46,6 +46,9 @@ def serve(
     ),
     spool: Path = typer.Option(None, help="Hand-over folder in shared memory.  [default: a fresh /dev/shm/hsdump-*]"),
     spool_bytes: int = typer.Option(8 << 30, min=1 << 20, help="The server refuses captures beyond this many bytes."),
+    staging_bytes: int = typer.Option(
+        None, min=1 << 20, help="GPU memory that rows pass through, in each copying process.  [default: 380 MB at most]"
+    ),
     hand_over: str = typer.Option("auto", help="files, ring, or auto: files on a CPU, a ring on an accelerator."),
     python: str = typer.Option(sys.executable, help="Interpreter of the environment that SGLang lives in."),
     print_: bool = typer.Option(False, "--print", help="Print the command and environment instead of starting it."),
@@ -58,6 +61,7 @@ def serve(
         layers=layers,
         spool_bytes=spool_bytes,
         hand_over=hand_over,
+        staging_bytes=staging_bytes,
         sglang_args=tuple(sglang_args or ()),
     )
     command = build_command(options)

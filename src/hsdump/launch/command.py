@@ -13,7 +13,7 @@ from pathlib import Path
 from hsdump.errors import UsageError
 from hsdump.patch.site import find_site
 from hsdump.patch.status import is_patched
-from hsdump.spool.names import ENV_DUMP_DIR, ENV_HAND_OVER, ENV_LAYERS, ENV_SPOOL, ENV_SPOOL_BYTES
+from hsdump.spool.names import ENV_DUMP_DIR, ENV_HAND_OVER, ENV_LAYERS, ENV_SPOOL, ENV_SPOOL_BYTES, ENV_STAGING_BYTES
 
 ENTRY_POINT = "hsdump"
 """Our name in the entry point group `sglang.srt.plugins`."""
@@ -47,6 +47,9 @@ class ServeOptions:
     layers: str = "auto"
     spool_bytes: int = 8 << 30
     hand_over: str = "auto"
+    staging_bytes: int | None = None
+    """None: the server side's own default."""
+
     attach: str = "plugin"
     """`plugin`, or `patch` for a source that carries hsdump's blocks."""
 
@@ -88,6 +91,8 @@ def build_command(options: ServeOptions) -> ServeCommand:
     }
     if options.hand_over != "auto":
         variables[ENV_HAND_OVER] = options.hand_over
+    if options.staging_bytes is not None:
+        variables[ENV_STAGING_BYTES] = str(options.staging_bytes)
     allowed = options.environment.get("SGLANG_PLUGINS", "").strip()
     if options.attach == "plugin" and allowed and ENTRY_POINT not in [name.strip() for name in allowed.split(",")]:
         variables["SGLANG_PLUGINS"] = f"{allowed},{ENTRY_POINT}"

@@ -23,6 +23,9 @@ class RunnerFacts:
     dp_size: int
     host: str
     port: int
+    rows_per_pass: int
+    """At most, of prefill."""
+
     no_decode: str = "this tap sees prefill only"
     """Why decode steps cannot be captured; empty where they can."""
 
@@ -49,8 +52,15 @@ def read_facts(runner: Any) -> RunnerFacts:
         dp_size=int(getattr(args, "dp_size", 1)),
         host=str(args.host),
         port=int(args.port),
+        rows_per_pass=rows_per_pass(args),
         no_decode=decode_obstacle(args, str(runner.device)),
     )
+
+
+def rows_per_pass(args: Any) -> int:
+    """Give the most rows of one prefill pass: a chunk, or a whole batch where chunks are off."""
+    chunk = int(getattr(args, "chunked_prefill_size", None) or -1)
+    return chunk if chunk > 0 else int(getattr(args, "max_prefill_tokens", None) or 16_384)
 
 
 def decode_obstacle(args: Any, device: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hsdump.capture.batch import BatchStates, Segment, segments_of
-from hsdump.sglang.facts import RunnerFacts, conflict
+from hsdump.sglang.facts import RunnerFacts, conflict, rows_per_pass
 from hsdump.sglang.hooks import ServerCapture, wanted_layers
 from hsdump.spool.names import PREFIX
 
@@ -143,5 +143,6 @@ def _facts(model: Any, config: Any, args: Any) -> RunnerFacts:
         dp_size=int(getattr(args, "dp_size", 1)),
         host=str(args.host),
         port=int(args.port),
+        rows_per_pass=rows_per_pass(args),
         no_decode="the tap in the forward loop takes prefill only",
     )

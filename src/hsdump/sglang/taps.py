@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hsdump.capture.ring_tap import RingTap
+from hsdump.capture.staging import staging_bytes
 from hsdump.capture.tap import Tap
 from hsdump.schema import StateShape
 from hsdump.sglang.facts import RunnerFacts
-from hsdump.spool.names import ENV_HAND_OVER, ENV_SHARE_RANKS, ENV_SPOOL_BYTES, SpoolPaths
+from hsdump.spool.names import ENV_HAND_OVER, ENV_SHARE_RANKS, ENV_SPOOL_BYTES, ENV_STAGING_BYTES, SpoolPaths
 from hsdump.spool.ring import RingWriter
 from hsdump.spool.writer import SpoolWriter
 
 DEFAULT_SPOOL_BYTES = 8 << 30
+DEFAULT_STAGING_BYTES = 380_000_000
+"""Of each copying process's device. Enough for a pass of 8,192 rows of 41 kB; a wider one waits for a part of its
+copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +30,9 @@ class TapSettings:
 
     spool_bytes: int
     """Of all entries, or of all rings of this host together."""
+
+    staging_bytes: int
+    """At most, of each copying process's device."""
 
     copying_ranks: int
     """Tensor-parallel ranks that copy, each its share of the rows."""
@@ -45,6 +52,7 @@ def read_settings(device: str, tp_size: int) -> TapSettings:
     return TapSettings(
         hand_over=hand_over,
         spool_bytes=int(os.environ.get(ENV_SPOOL_BYTES, DEFAULT_SPOOL_BYTES)),
+        staging_bytes=int(os.environ.get(ENV_STAGING_BYTES, DEFAULT_STAGING_BYTES)),
         copying_ranks=tp_size if shared else 1,
     )
 
@@ -63,4 +71,6 @@ def make_tap(
     path = SpoolPaths(root).ring(os.getpid())
     ring = RingWriter(path, shape, settings.spool_bytes // (settings.copying_ranks * facts.dp_size))
     share = (facts.tp_rank, settings.copying_ranks)
-    return RingTap(ring, spool, device=facts.device, share=share), path.name
+    rows = -(-facts.rows_per_pass // settings.copying_ranks)
+    staging = staging_bytes(rows, shape.bytes_per_token, settings.staging_bytes)
+    return RingTap(ring, spool, device=facts.device, staging=staging, share=share), path.name

@@ -21,6 +21,7 @@ ENV_LAYERS = "HSDUMP_LAYERS"
 ENV_SPOOL_BYTES = "HSDUMP_SPOOL_BYTES"
 ENV_HAND_OVER = "HSDUMP_HAND_OVER"
 ENV_SHARE_RANKS = "HSDUMP_SHARE_RANKS"
+ENV_STAGING_BYTES = "HSDUMP_STAGING_BYTES"
 
 _RID = re.compile(r"hsdump-([0-9a-f]{8})-([0-9a-f]{32})-([0-9]{1,4})-([0-9]{1,9})(?:-d([0-9]{1,9}))?")
 _RUN = re.compile(r"[0-9a-f]{8}")
