@@ -49,6 +49,7 @@ from benchmarks.serving.load import (
 from benchmarks.serving.servers import Target, server
 
 from hsdump.arrays import to_float32
+from hsdump.engines.sglang_http import SglangEngine
 from hsdump.samples import sample_key
 from hsdump.spool.ring import read_counters
 from hsdump.store import Store
@@ -105,6 +106,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--codecs", default="raw,blosc2", help="of the committed stores")
     parser.add_argument("--store-tokens", type=int, default=0, help="tokens of the raw store; others have an eighth")
     parser.add_argument("--stages", default="rates,memory,json,naive,stores,decode,verify")
+    parser.add_argument("--wide-staging", type=int, default=0, help="another capturing server with so much GPU memory")
     parser.add_argument("--rounds", type=int, default=2)
     return parser.parse_args()
 
@@ -158,6 +160,8 @@ class Bench:
             "hsdump": {"flags": flags, "serve": capture},
             "naive": {"flags": flags, "env": naive_env},
         }
+        if self.args.wide_staging:
+            kinds["wide"] = {"flags": flags, "serve": [*capture, "--staging-bytes", str(self.args.wide_staging)]}
 
         def begin(name: str) -> str:
             options = kinds[name]
@@ -178,16 +182,22 @@ class Bench:
                 self.row("aux", length, ordinary(self.url["hsdump"], samples).tokens_per_s)
                 found = captured(self.url["hsdump"], samples)
                 self.row("shm", length, found.tokens_per_s, drained_s=round(found.drained_s, 4))
-        self.results.setdefault("counters", {})[self.shape.name] = counters()
+                if "wide" in self.url:
+                    found = captured(self.url["wide"], samples)
+                    self.row("shm-wide", length, found.tokens_per_s, drained_s=round(found.drained_s, 4))
+        self.results.setdefault("counters", {})[self.shape.name] = counters(self.url["hsdump"])
 
     def memory(self) -> None:
-        """GPU memory at its peak, of two servers that had the same requests."""
+        """GPU memory at its peak, of servers that had the same requests; the naive patch has not copied any rows yet."""
         found = {}
-        for name in ("none", "hsdump"):
+        for samples in self.samples.values():  # auxiliary states switched on, nothing copied
+            ordinary(self.url["naive"], samples)
+        for name in self.url:
             ordinary(self.url[name], make_samples(1, 16, self.shape.vocab, 1), rid="memory-")
             found[name] = json.loads((self.args.work / f"memory-{name}.json").read_text())
-        if found["none"]:
-            found["added"] = {key: found["hsdump"][key] - found["none"][key] for key in found["none"]}
+        for name, base in (("naive", "none"), ("hsdump", "naive"), ("wide", "naive")):
+            if found.get(name):
+                found[f"{name} less {base}"] = {key: found[name][key] - found[base][key] for key in found[base]}
         self.results.setdefault("gpu_memory", {})[self.shape.name] = found
         print(json.dumps(found), flush=True)
 
@@ -285,21 +295,25 @@ class Bench:
         found = {
             "alone": self.beside(plain, None, seconds),
             "alone, hsdump's server": self.beside(ours, None, seconds),
-            "plain, one batch": self.beside(plain, lambda: ordinary(plain, some, at_once=batch), seconds),
-            "capture, one batch": self.beside(ours, lambda: captured(ours, some, at_once=batch), seconds),
-            "plain, full": self.beside(plain, lambda: ordinary(plain, some), 0.1),
-            "capture, full": self.beside(ours, lambda: captured(ours, some), 0.1),
+            "plain, one batch": self.beside(plain, lambda: ordinary(plain, some, group=batch), seconds),
+            "capture, one batch": self.beside(ours, lambda: captured(ours, some, group=batch), seconds),
+            "plain, full": self.beside(plain, lambda: ordinary(plain, some), 0.1, once=True),
+            "capture, full": self.beside(ours, lambda: captured(ours, some), 0.1, once=True),
             "extract": self.beside(ours, self.extract_politely, seconds),
         }
         self.results.setdefault("decode", {})[self.shape.name] = found
 
-    def beside(self, url: str, load: Callable[[], object] | None, seconds: float) -> dict[str, Any]:
+    def beside(
+        self, url: str, load: Callable[[], object] | None, seconds: float, *, once: bool = False
+    ) -> dict[str, Any]:
         """Be eight users for so long, beside a load that is repeated meanwhile."""
         over = threading.Event()
 
         def keep_on() -> None:
             while load is not None and not over.is_set():
                 load()
+                if once:
+                    break
 
         thread = threading.Thread(target=keep_on)
         thread.start()
@@ -335,9 +349,10 @@ class Bench:
             shutil.rmtree(out, ignore_errors=True)
 
 
-def counters() -> dict[str, Any]:
+def counters(url: str) -> dict[str, Any]:
     """What the server side says its own work cost."""
-    for path in Path("/dev/shm").glob("hsdump-*/ring-[0-9]*"):
+    spool = SglangEngine(url).handshake().spool_dir
+    for path in Path(str(spool)).glob("ring-[0-9]*"):
         found = asdict(read_counters(path))
         batches = max(found["batches"], 1)
         per_batch = {"busy_us_per_batch": round(found["busy_ns"] / batches / 1e3, 1)}

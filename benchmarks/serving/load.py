@@ -6,9 +6,10 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -20,6 +21,7 @@ from hsdump.samples import sample_key
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
 """The same as `SglangEngine` uses: only the requests may differ between modes."""
 
+T = TypeVar("T")
 Samples = list[np.ndarray]
 
 
@@ -45,14 +47,17 @@ def in_flight(length: int) -> int:
     return max(8, 40960 // length)
 
 
-def ordinary(url: str, samples: Samples, *, rid: str = "", hidden: bool = False, at_once: int = 0) -> Measured:
+def ordinary(url: str, samples: Samples, *, rid: str = "", hidden: bool = False, group: int = 0) -> Measured:
     """Send plain prefill requests; `rid` names them (the naive patch fires on `naive-`).
 
     SGLang puts hidden states only into responses that generate, so only the JSON mode asks for a token.
+
+    Args:
+        group: send so many at once and wait for all of them before the next; 0: always so many as keep batches full.
     """
 
     async def run() -> Measured:
-        slots = asyncio.Semaphore(at_once or in_flight(len(samples[0])))
+        slots = asyncio.Semaphore(in_flight(len(samples[0])))
         async with httpx.AsyncClient(base_url=url, timeout=600, limits=LIMITS) as client:
 
             async def one(number: int, ids: np.ndarray) -> int:
@@ -70,7 +75,7 @@ def ordinary(url: str, samples: Samples, *, rid: str = "", hidden: bool = False,
                 return len(response.content)
 
             start = time.perf_counter()
-            sizes = await asyncio.gather(*(one(n, ids) for n, ids in enumerate(samples)))
+            sizes = await in_groups([one(n, ids) for n, ids in enumerate(samples)], group)
             seconds = time.perf_counter() - start
         return Measured(tokens_per_s=sum(map(len, samples)) / seconds, seconds=seconds, num_bytes=sum(sizes))
 
@@ -78,12 +83,12 @@ def ordinary(url: str, samples: Samples, *, rid: str = "", hidden: bool = False,
 
 
 def captured(
-    url: str, samples: Samples, keep: dict[str, list[np.ndarray]] | None = None, *, at_once: int = 0
+    url: str, samples: Samples, keep: dict[str, list[np.ndarray]] | None = None, *, group: int = 0
 ) -> Measured:
-    """Send capture requests and take every sample out of the ring, or copy it into `keep`."""
+    """Send capture requests and take every sample out of the ring, or copy it into `keep`. `group`: as `ordinary`."""
 
     async def run() -> Measured:
-        engine, slots = SglangEngine(url), asyncio.Semaphore(at_once or in_flight(len(samples[0])))
+        engine, slots = SglangEngine(url), asyncio.Semaphore(in_flight(len(samples[0])))
         await asyncio.to_thread(engine.handshake)
         responded: list[float] = []
         send = engine._send
@@ -108,7 +113,7 @@ def captured(
 
         try:
             start = time.perf_counter()
-            await asyncio.gather(*map(one, samples))
+            await in_groups([one(ids) for ids in samples], group)
             end = time.perf_counter()
         finally:
             await engine.close()
@@ -121,6 +126,14 @@ def captured(
         )
 
     return asyncio.run(run())
+
+
+async def in_groups(work: Sequence[Coroutine[None, None, T]], group: int) -> list[T]:
+    """Await all at once, or so many at a time."""
+    found: list[T] = []
+    for start in range(0, len(work), group or len(work)):
+        found += await asyncio.gather(*work[start : start + (group or len(work))])
+    return found
 
 
 def decode_gaps(url: str, vocab: int, seconds: float, *, users: int = 8) -> tuple[list[float], list[float]]:
