@@ -20,6 +20,7 @@ committed stores as well, and are compared there.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -188,7 +189,7 @@ class Bench:
         self.results.setdefault("counters", {})[self.shape.name] = counters(self.url["hsdump"])
 
     def memory(self) -> None:
-        """GPU memory at its peak, of servers that had the same requests; the naive patch has not copied any rows yet."""
+        """GPU memory at its peak, of servers that had the same requests. The naive patch copied no rows yet."""
         found = {}
         for samples in self.samples.values():  # auxiliary states switched on, nothing copied
             ordinary(self.url["naive"], samples)
@@ -307,13 +308,16 @@ class Bench:
         self, url: str, load: Callable[[], object] | None, seconds: float, *, once: bool = False
     ) -> dict[str, Any]:
         """Be eight users for so long, beside a load that is repeated meanwhile."""
-        over = threading.Event()
+        over, errors = threading.Event(), list[str]()
 
         def keep_on() -> None:
-            while load is not None and not over.is_set():
-                load()
-                if once:
-                    break
+            try:
+                while load is not None and not over.is_set():
+                    load()
+                    if once:
+                        break
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}"[:500])
 
         thread = threading.Thread(target=keep_on)
         thread.start()
@@ -326,6 +330,7 @@ class Bench:
         found: dict[str, Any] = {f"p{q}_ms": round(float(np.percentile(gaps, q)) * 1e3, 2) for q in (50, 95, 99)}
         found |= {f"answer_p{q}_s": round(float(np.percentile(answers, q)), 3) for q in (50, 95)}
         found |= {"tokens": len(gaps), "mean_ms": round(float(gaps.mean()) * 1e3, 2)}
+        found |= {"errors": errors} if errors else {}
         print(json.dumps(found), flush=True)
         return found
 
@@ -351,8 +356,16 @@ class Bench:
 
 def counters(url: str) -> dict[str, Any]:
     """What the server side says its own work cost."""
-    spool = SglangEngine(url).handshake().spool_dir
-    for path in Path(str(spool)).glob("ring-[0-9]*"):
+
+    async def find() -> Path:
+        engine = SglangEngine(url)
+        try:
+            return Path(str((await asyncio.to_thread(engine.handshake)).spool_dir))
+        finally:
+            await engine.close()
+
+    spool = asyncio.run(find())
+    for path in spool.glob("ring-[0-9]*"):
         found = asdict(read_counters(path))
         batches = max(found["batches"], 1)
         per_batch = {"busy_us_per_batch": round(found["busy_ns"] / batches / 1e3, 1)}
