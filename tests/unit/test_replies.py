@@ -59,12 +59,17 @@ class Answers:
         return Rows(np.asarray(ids, np.int64), states, release)
 
 
-def capture(sent: Sequence[Sequence[int]], rows: Sequence[Rows], **meta: Any) -> list[CapturedSample | BaseException]:
+def capture(
+    sent: Sequence[Sequence[int]], rows: Sequence[Rows], status: int = 200, **meta: Any
+) -> list[CapturedSample | BaseException]:
     """Send all at once to a server that says `meta` of each; rows go to the requests in order."""
 
     class Server(JsonHandler):
         def do_POST(self) -> None:  # noqa: N802  # the base class names it so
             ids = self.body().get("input_ids", [])
+            if status != 200:
+                self.send_error(status, "no")
+                return
             self.send({"meta_info": {"prompt_tokens": len(ids), **meta}})
 
     async def run() -> list[CapturedSample | BaseException]:
@@ -136,3 +141,19 @@ def test_a_cached_prefix_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPa
 def test_a_prompt_that_the_server_cut_is_refused_and_not_sent_again() -> None:
     (found,) = capture([[1, 2, 3]], [Answers().rows([1, 2])], prompt_tokens=2)
     assert reason(found) == ("cut-by-server", False, "the server took 2 of 3 tokens (--allow-auto-truncate?)")
+
+
+@pytest.mark.parametrize(
+    ("status", "name", "again"),
+    [
+        (400, "rejected-by-server", False),
+        (413, "rejected-by-server", False),
+        (429, "server-error", True),
+        (500, "server-error", True),
+        (503, "server-error", True),
+    ],
+)
+def test_what_the_server_refuses_is_sent_again_only_where_that_may_help(status: int, name: str, again: bool) -> None:
+    (found,) = capture([[1, 2, 3]], [], status)
+    assert reason(found)[:2] == (name, again)
+    assert reason(found)[2].startswith(f"HTTP {status}: ")
