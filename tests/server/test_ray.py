@@ -39,11 +39,11 @@ def test_two_collectors_on_ray(servers: list[SglangServer], tmp_path: Path, kill
     rows = write_rows(tmp_path / "rows.jsonl", samples)
     command = [sys.executable, "-m", "hsdump.cli.main", "extract", str(rows), "--out", str(out), "--ray", "local"]
     command += [word for server in servers for word in ("--server", server.url)]
-    command += ["--commit-seconds", "0.5", "--max-rate", "2000" if kill else "100000", "--json"]
+    command += ["--commit-seconds", "0.5", "--max-rate", "500" if kill else "100000", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         if kill:
-            wait_for_a_shard(tmp_path / "store.parts", process)
+            wait_for_commits(tmp_path / "store.parts", process)
             kill_one_actor(process.pid)
         text, errors = process.communicate(timeout=300)
     finally:
@@ -58,11 +58,11 @@ def test_two_collectors_on_ray(servers: list[SglangServer], tmp_path: Path, kill
     assert verify_store(out, VerifyOptions(), lambda _samples, _num_bytes: None).exit_code == 0
 
 
-def wait_for_a_shard(parts: Path, process: subprocess.Popen[str]) -> None:
-    """Wait until a kill comes in the middle of the work."""
+def wait_for_commits(parts: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until both collectors have committed something: a kill comes in the middle of the work then."""
     deadline_s = time.monotonic() + 300
     while time.monotonic() < deadline_s and process.poll() is None:
-        if list(parts.glob("*/shards/*")):
+        if len({path.parent for path in parts.glob("*/shards/*.safetensors")}) == 2:
             return
         time.sleep(0.05)
     raise AssertionError(f"nothing was written: {process.poll()}")
