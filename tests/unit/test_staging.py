@@ -1,50 +1,56 @@
-"""Device memory that rows pass through: no span is handed out again before its ticket was waited for."""
+"""Device memory that rows pass through: every row once, none beside another, as little waiting as there can be."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsdump.capture.staging import PIECES, Spans, staging_bytes
+from hsdump.capture.staging import ALIGNMENT, Block, rounds_of, rows_beyond, staging_bytes
+
+BLOCKS = st.lists(st.builds(Block, st.integers(1, 500), st.integers(1, 3000)), min_size=1, max_size=6)
 
 
-@given(st.integers(4096, 100_000), st.lists(st.floats(0.0, 1.0), min_size=1, max_size=300))
-def test_what_is_waited_for_covers_what_is_overwritten(size: int, shares: list[float]) -> None:
-    spans: Spans[int] = Spans(size)
-    written: list[tuple[int, int]] = []
-    done = -1  # copies end in order: one that is waited for has those before it behind it
-    for ticket, share in enumerate(shares):
-        num_bytes = max(1, int(share * spans.largest))
-        start, busy = spans.take(num_bytes)
-        assert 0 <= start <= start + num_bytes <= size
-        done = done if busy is None else max(done, busy)
-        for earlier, (first, end) in enumerate(written):
-            if first < start + num_bytes and start < end:
-                assert earlier <= done, "overwritten while its copy may still run"
-        spans.put(start, num_bytes, ticket)
-        written.append((start, start + num_bytes))
+@given(BLOCKS, st.integers(3000, 200_000), st.booleans())
+def test_every_row_has_a_place_of_its_own(blocks: list[Block], capacity: int, leave_out: bool) -> None:
+    skip = rows_beyond(blocks, capacity) if leave_out else 0
+    rounds = rounds_of(blocks, capacity, skip)
+    rows = [(piece.block, row) for one in rounds for piece in one for row in range(piece.first, piece.last)]
+    wanted = [(number, row) for number, block in enumerate(blocks) for row in range(block.num_rows)]
+    left_out = [(len(blocks) - 1, row) for row in range(skip)]
+    assert sorted(rows + left_out) == wanted
+    for one in rounds:
+        end = 0
+        for piece in one:
+            assert piece.offset >= end, "two pieces of a round overlap"
+            assert piece.offset % ALIGNMENT == 0
+            end = piece.offset + (piece.last - piece.first) * blocks[piece.block].row_bytes
+        assert end <= capacity
+    if skip or sum(block.num_bytes for block in blocks) <= capacity:
+        assert len(rounds) == 1, "nothing of a batch waits for another part of it"
 
 
-def test_a_whole_pass_waits_for_nothing_of_itself() -> None:
-    """The Llama-3.1-8B shape: 8,192 rows, four states."""
-    row = 4096 * 2
-    size = staging_bytes(8192, 4 * row, 1 << 40)
-    spans: Spans[int] = Spans(size)
-    piece = spans.largest // row * row
-    for number in range(3):
-        for _ in range(4):
-            left = 8192 * row
-            while left:
-                taken = min(piece, left)
-                start, busy = spans.take(taken)
-                assert busy is None or busy < number
-                spans.put(start, taken, number)
-                left -= taken
+def test_a_whole_pass_fits_at_once() -> None:
+    """The Llama-3.1-8B shape: token ids and four states of 8,192 rows."""
+    blocks = [Block(8192, 8), *[Block(8192, 8192)] * 4]
+    capacity = staging_bytes(8192, 4 * 8192 + 8, 380_000_000)
+    assert capacity < 270_000_000
+    assert (rows_beyond(blocks, capacity), len(rounds_of(blocks, capacity))) == (0, 1)
 
 
-def test_the_limit_holds_unless_rows_would_not_fit() -> None:
-    assert staging_bytes(8192, 57_344, 380_000_000) == 380_000_000
-    assert staging_bytes(100, 1000, 380_000_000) == 112_500
-    tiny: Spans[int] = Spans(staging_bytes(8192, 57_344, 1))
-    assert tiny.num_bytes >= PIECES * 57_344
-    assert tiny.largest >= 57_344
+def test_a_wider_pass_leaves_rows_of_its_last_state_out() -> None:
+    """Kimi's width on one GPU: 470 MB."""
+    blocks = [Block(8192, 8), *[Block(8192, 14_336)] * 4]
+    capacity = staging_bytes(8192, 4 * 14_336 + 8, 380_000_000)
+    rows = rows_beyond(blocks, capacity)
+    assert 6000 < rows < 6500
+    assert len(rounds_of(blocks, capacity, rows)) == 1
+
+
+def test_a_pass_far_beyond_it_goes_in_rounds() -> None:
+    blocks = [Block(16_384, 8), *[Block(16_384, 14_336)] * 4]
+    assert rows_beyond(blocks, 380_000_000) == 0
+    assert len(rounds_of(blocks, 380_000_000)) == 3
+
+
+def test_a_tiny_limit_still_takes_a_row() -> None:
+    assert staging_bytes(8192, 57_352, 1) >= 57_352

@@ -3,22 +3,38 @@
 A CUDA graph's next replay overwrites the tensors that the tap sees, so rows are cloned before they are copied. Clones
 from the allocator would come on top of a pass's peak, as much as the widest batch has, twice where two batches overlap
 (measured: 604 MB at a peak, 973 MB reserved, for batches of 268 MB); a server that was given nearly all of the GPU's
-memory has no such room.
+memory has no such room. The memory of one batch is enough: its copies are done in 5 to 9 ms, and the next one comes a
+whole forward pass later.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 ALIGNMENT = 256
-PIECES = 8
-"""A piece is at most such a part of the memory, so that a batch that is larger than all of it flows through."""
 
-SLACK = 1.125
-"""Of a whole batch's bytes: pieces do not fill the memory to its end before they start at its front again."""
 
-Ticket = TypeVar("Ticket")
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One tensor of a batch."""
+
+    num_rows: int
+    row_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return _aligned(self.num_rows * self.row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one block and their place in the memory."""
+
+    block: int
+    first: int
+    last: int
+    offset: int
 
 
 def staging_bytes(rows_per_pass: int, bytes_per_row: int, limit: int) -> int:
@@ -26,43 +42,48 @@ def staging_bytes(rows_per_pass: int, bytes_per_row: int, limit: int) -> int:
 
     Args:
         rows_per_pass: that this process copies.
-        bytes_per_row: of all states together.
-        limit: never more, as long as eight rows fit.
+        bytes_per_row: of all states and the token id together.
+        limit: never more, as long as a few rows fit.
     """
-    wanted = int(SLACK * rows_per_pass * bytes_per_row)
-    return max(min(wanted, limit), PIECES * (bytes_per_row + ALIGNMENT))
+    room_for_alignment = 64 * ALIGNMENT
+    return max(min(rows_per_pass * bytes_per_row, limit), 2 * bytes_per_row) + room_for_alignment
 
 
-class Spans(Generic[Ticket]):
-    """Spans of the memory in use, handed out round and round. One stream frees them, in the order of `put`."""
+def rows_beyond(blocks: Sequence[Block], capacity: int) -> int:
+    """Give how many of the last block's rows have to stay out, so that the rest fits at once.
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._head = 0
-        self._used: deque[tuple[int, int, Ticket]] = deque()
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest piece."""
-        return self.num_bytes // PIECES // ALIGNMENT * ALIGNMENT
-
-    def take(self, num_bytes: int) -> tuple[int, Ticket | None]:
-        """Give the start of a free span, and what has to be waited for until it is free (None: it is)."""
-        num_bytes += -num_bytes % ALIGNMENT
-        start, passed = self._head, self.num_bytes
-        if start + num_bytes > self.num_bytes:
-            start, passed = 0, self._head  # what lies behind the head is the oldest, and is passed over
-        end = start + num_bytes
-        ticket = None
-        while self._used and (self._used[0][0] >= passed or _overlap(self._used[0], start, end)):
-            ticket = self._used.popleft()[2]
-        self._head = end
-        return start, ticket
-
-    def put(self, start: int, num_bytes: int, ticket: Ticket) -> None:
-        """Note a span as in use until its ticket is due."""
-        self._used.append((start, start + num_bytes, ticket))
+    Returns:
+        0 when all fits, or when not even leaving out all of the last block is enough.
+    """
+    surplus = sum(block.num_bytes for block in blocks) - capacity
+    last = blocks[-1]
+    rows = -(-surplus // last.row_bytes)
+    return rows if 0 < rows <= last.num_rows else 0
 
 
-def _overlap(span: tuple[int, int, object], start: int, end: int) -> bool:
-    return span[0] < end and start < span[1]
+def rounds_of(blocks: Sequence[Block], capacity: int, skip: int = 0) -> list[list[Piece]]:
+    """Place the rows of all blocks in the memory, in as many rounds as it takes; mostly one.
+
+    Args:
+        skip: leave out so many rows at the front of the last block.
+    """
+    rounds: list[list[Piece]] = [[]]
+    offset = 0
+    for number, block in enumerate(blocks):
+        first = skip if number == len(blocks) - 1 else 0
+        while first < block.num_rows:
+            room = (capacity - offset) // block.row_bytes
+            if room < 1:
+                assert offset, f"a row of {block.row_bytes} bytes does not fit into {capacity}"
+                rounds.append([])
+                offset = 0
+                continue
+            last = min(first + room, block.num_rows)
+            rounds[-1].append(Piece(number, first, last, offset))
+            offset += _aligned((last - first) * block.row_bytes)
+            first = last
+    return rounds
+
+
+def _aligned(num_bytes: int) -> int:
+    return num_bytes + -num_bytes % ALIGNMENT

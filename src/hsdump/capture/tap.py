@@ -44,7 +44,10 @@ class Tap:
         self._next_housekeeping_s = 0.0
         self.counters = Counters()
 
-    def take(self, segments: Sequence[Segment], states: BatchStates) -> None:
+    def settle(self) -> None:
+        """Nothing is under way when `take` returns."""
+
+    def take(self, segments: Sequence[Segment], states: BatchStates, *, settled_later: bool = False) -> None:  # noqa: ARG002 - as RingTap's
         """Copy the rows of `segments` into their entries; publish those that become complete.
 
         Never raises for what one request does wrong: that request fails with its reason.

@@ -84,6 +84,7 @@ class ServerCapture:
         """Note which rows of the batch are hsdump's while the model runs."""
         if self._switch is None:
             return original(runner, batch, *args, **kwargs)
+        self._settle()
         segments = self._begin(batch)
         if not segments:
             return original(runner, batch, *args, **kwargs)
@@ -233,6 +234,13 @@ class ServerCapture:
         with contextlib.suppress(Exception):  # a process border, as above
             self._tap.refuse(segments, "decode-hidden", detail)
 
+    def _settle(self) -> None:
+        if self._tap is not None:
+            try:
+                self._tap.settle()
+            except Exception:  # a process border, as above
+                logger.exception("hsdump could not wait for its last copies")
+
     def _end(self) -> None:
         self._segments = []
         if self._dynamic:
@@ -245,7 +253,7 @@ class ServerCapture:
         try:
             if aux_hidden_states is None:
                 raise ValueError("the model gave no auxiliary states")
-            self._tap.take(segments, BatchStates(input_ids, aux_hidden_states, hidden_states))
+            self._tap.take(segments, BatchStates(input_ids, aux_hidden_states, hidden_states), settled_later=True)
         except Exception as error:  # a process border, as above
             logger.exception("hsdump could not capture a batch")
             with contextlib.suppress(Exception):  # a process border, as above
