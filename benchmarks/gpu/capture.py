@@ -62,6 +62,9 @@ MEMORY_PROBE = Path(__file__).parent / "memory_probe"
 
 DISK_BYTES = 8 << 30
 
+LONG = 4096
+"""Requests from this length on take twice the time a token; half as many tokens do."""
+
 
 def main() -> None:
     args = parse_args()
@@ -124,7 +127,8 @@ class Bench:
         self.args, self.target, self.shape, self.results, self.servers = args, target, shape, results, servers
         self.model = shape.write(args.work / shape.name)
         lengths = [int(n) for n in args.lengths.split(",")] if args.lengths else shape.lengths
-        self.samples = {n: make_samples(max(4, shape.tokens_per_run // n), n, shape.vocab, n) for n in lengths}
+        tokens = {n: shape.tokens_per_run // (1 if n < LONG else 2) for n in lengths}
+        self.samples = {n: make_samples(max(4, tokens[n] // n), n, shape.vocab, n) for n in lengths}
         self.exact = make_samples(shape.exact_count, shape.exact_length, shape.vocab, 77)
         self.middle = sorted(self.samples)[-2 if len(self.samples) > 1 else -1]
         self.rate: dict[int, float] = {}
@@ -287,9 +291,8 @@ class Bench:
     def decode(self) -> None:
         """Pauses between tokens of ordinary users: alone, beside plain prefill, beside the same captured.
 
-        SGLang lets prefill go first, so a full queue of prefill stops decoding, whoever sends it: there the users'
-        answer takes as long as the load. Beside one batch at a time users decode between batches; beside `extract`,
-        hsdump's own driver at its default courtesy, as well.
+        SGLang lets prefill go first, so a full queue of prefill stops decoding, whoever sends it. Beside one batch at a
+        time users decode between batches; beside `extract`, hsdump's own driver at its default courtesy, as well.
         """
         plain, ours, some = self.url["none"], self.url["hsdump"], self.samples[self.middle]
         batch, seconds = max(1, 8192 // self.middle), self.shape.decode_s
@@ -298,15 +301,11 @@ class Bench:
             "alone, hsdump's server": self.beside(ours, None, seconds),
             "plain, one batch": self.beside(plain, lambda: ordinary(plain, some, group=batch), seconds),
             "capture, one batch": self.beside(ours, lambda: captured(ours, some, group=batch), seconds),
-            "plain, full": self.beside(plain, lambda: ordinary(plain, some), 0.1, once=True),
-            "capture, full": self.beside(ours, lambda: captured(ours, some), 0.1, once=True),
             "extract": self.beside(ours, self.extract_politely, seconds),
         }
         self.results.setdefault("decode", {})[self.shape.name] = found
 
-    def beside(
-        self, url: str, load: Callable[[], object] | None, seconds: float, *, once: bool = False
-    ) -> dict[str, Any]:
+    def beside(self, url: str, load: Callable[[], object] | None, seconds: float) -> dict[str, Any]:
         """Be eight users for so long, beside a load that is repeated meanwhile."""
         over, errors = threading.Event(), list[str]()
 
@@ -314,8 +313,6 @@ class Bench:
             try:
                 while load is not None and not over.is_set():
                     load()
-                    if once:
-                        break
             except Exception as error:
                 errors.append(f"{type(error).__name__}: {error}"[:500])
 

@@ -22,6 +22,7 @@ from benchmarks.serving.load import captured
 from benchmarks.serving.servers import Target, server
 
 from hsdump.arrays import to_float32
+from hsdump.demo import tiny_model
 from hsdump.demo.tiny_model import Architecture, make_tiny_model
 from hsdump.layers import eagle3_layers
 from hsdump.samples import sample_key
@@ -53,6 +54,8 @@ def main() -> None:
     samples = [np.concatenate([shared, rng.integers(10, 2000, n)]) for n in (5, 60, 400, 900, 1500, 2500, 3300) * 4]
     all_flags = FLAGS[args.device]
     models = {name: make_tiny_model(args.work / name, name) for name in all_flags}
+    if "dsv3" in models:
+        widen_attention(models["dsv3"])
     target = Target(device=args.device, python=args.sglang_python, pythonpath=args.pythonpath, log_dir=args.out)
     cases = [(name, when, cycles) for name in all_flags for when, cycles in (("prompt", "0"), ("delayed", "200000000"))]
 
@@ -78,6 +81,20 @@ def main() -> None:
         results.setdefault(name, {})[when] = one
         print(name, when, json.dumps(one), flush=True)
     (args.out / "gpu-check.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def widen_attention(folder: Path) -> None:
+    """Make the tiny DeepSeek again with the published models' head sizes: Triton's kernels for GPUs take few others."""
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+    config = AutoConfig.from_pretrained(folder)
+    config.update({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128})
+    config.qk_head_dim, config.head_dim = 192, 64
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    tiny_model._make_routing_decisive(model)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tiny_model._add_to_config(folder / "config.json", tiny_model._DSV3_KEYS_FOR_SGLANG)
 
 
 def compare(args: argparse.Namespace, folder: Path, samples: list[np.ndarray], kept: Kept) -> dict[str, Any]:
