@@ -66,20 +66,19 @@ def handshake(
     """
     facts = server_facts(url, headers)
     offers = find_offers(spool)
-    here = [offer for offer in offers if offer.port == httpx.URL(url).port]
+    # What the server says of itself counts: behind a proxy or a container's mapped port the URL has another port.
+    here = [offer for offer in offers if offer.port == (facts.get("port") or httpx.URL(url).port)]
     for offer in here:
         if offer.declined is not None:
             raise ServerError(f"the server at {url} runs, but captures nothing: {offer.declined}", REMEDY)
-    # A mapped port (containers) hides the match; the hello below decides either way.
+    # Containers may all have the same port, and a proxy may say none; the hello below decides either way.
     candidates = {offer.root: offer for offer in (here or offers) if offer.info is not None}
     if not candidates:
         where = str(spool) if spool else f"{SHARED_MEMORY}/{PREFIX}*"
         raise ServerError(f"the server at {url} has no hsdump capture on: no live announcement in {where}", REMEDY)
-    ends: dict[Path, HandOver] = {}
+    ends, aside = _open_ends(candidates, offers, run)
     try:
-        for root, offer in candidates.items():
-            ends[root] = _open_end(offer, [other for other in offers if other.root == root], run)
-        chosen, widths = _say_hello(url, run, ends, headers)
+        chosen, widths = _say_hello(url, run, ends, headers, aside)
         _check_widths(url, candidates[chosen], widths)
     except BaseException:
         for end in ends.values():
@@ -92,6 +91,29 @@ def handshake(
     assert info is not None
     context = min(info.context_length, int(facts.get("max_req_input_len") or info.context_length))
     return replace(info, context_length=context), ends[chosen]
+
+
+def _open_ends(
+    candidates: dict[Path, Offer], offers: list[Offer], run: str
+) -> tuple[dict[Path, HandOver], list[ServerError | SpoolError]]:
+    """Open the client's end of every spool that may be the server's.
+
+    One that cannot be opened may be another server's, which somebody else extracts from, so its error is kept aside
+    until it is known whether the server is among the others.
+
+    Raises:
+        ServerError, SpoolError: none could be opened.
+    """
+    ends: dict[Path, HandOver] = {}
+    aside: list[ServerError | SpoolError] = []
+    for root, offer in candidates.items():
+        try:
+            ends[root] = _open_end(offer, [other for other in offers if other.root == root], run)
+        except (ServerError, SpoolError) as error:
+            aside.append(error)
+    if not ends:
+        raise aside[0]
+    return ends, aside
 
 
 def _open_end(offer: Offer, together: list[Offer], run: str) -> HandOver:
@@ -184,7 +206,11 @@ def _check_widths(url: str, offer: Offer, widths: list[tuple[int, ...]]) -> None
 
 
 def _say_hello(
-    url: str, run: str, ends: dict[Path, HandOver], headers: dict[str, str] | None
+    url: str,
+    run: str,
+    ends: dict[Path, HandOver],
+    headers: dict[str, str] | None,
+    aside: list[ServerError | SpoolError],
 ) -> tuple[Path, list[tuple[int, ...]]]:
     """Capture a few tokens and see in which spool they appear, and in which shapes."""
     ids = np.arange(HELLO_TOKENS, dtype=np.int64)
@@ -218,6 +244,8 @@ def _say_hello(
                         "give it a larger --spool-bytes, or free /dev/shm",
                     )
         time.sleep(0.01)
+    if aside:
+        raise aside[0]
     raise ServerError(
         f"the server at {url} answered, but its states did not appear in {', '.join(map(str, ends))} "
         f"within {HELLO_WAIT_S:.0f} s",
