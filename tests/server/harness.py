@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,10 @@ ROOT = Path(__file__).parents[2]
 SGLANG_PYTHON = Path(os.environ.get("HSDUMP_SGLANG_PYTHON") or ROOT / ".venv-sglang/bin/python")
 CACHE = ROOT / ".cache"
 START_LIMIT_S = 240.0
+START_TRIES = 3
+"""A port is chosen long before the server listens on it, and another program may be quicker."""
+
+PORT_IN_USE = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 STOP_LIMIT_S = 30.0
 PR_SET_PDEATHSIG = 1
 
@@ -79,6 +84,9 @@ class SglangServer:
     tp: int = 1
     env: dict[str, str] = field(default_factory=dict)
     port: int = 0
+    ports_in_use: int = 0
+    """Starts that met a port in use, and were made again with another one inside."""
+
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -94,8 +102,21 @@ class SglangServer:
         self.stop()
 
     def start(self) -> None:
-        """Start it and wait until it serves."""
+        """Start it and wait until it serves; again when a port was in use."""
+        for left in reversed(range(START_TRIES)):
+            before = self.log.stat().st_size if self.log.exists() else 0
+            self._launch()
+            if self._is_up_at_last():
+                return
+            text = self.log.read_bytes()[before:].decode(errors="replace")
+            self.stop()
+            if not left or not PORT_IN_USE.search(text):
+                raise RuntimeError(f"the server did not come up; the end of its log:\n{text[-4000:]}")
+            self.ports_in_use += 1
+
+    def _launch(self) -> None:
         args = [*_CPU_ARGS, "--model-path", str(self.model), "--port", str(self.port), *self.sglang_args]
+        args += ["--nccl-port", str(_free_port(first=30000, count=270))]
         if not self.warm_up:
             args.append("--skip-server-warmup")
         if self.tp > 1:
@@ -113,7 +134,6 @@ class SglangServer:
                 stderr=subprocess.STDOUT,
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - one prctl, no thread of this process matters to it
             )
-        self._wait_until_up()
 
     def stop(self) -> None:
         """End it as an operator would; whatever is left after a while is killed."""
@@ -154,20 +174,18 @@ class SglangServer:
         files = environment.glob(installed) if plain else release.glob("sglang/srt/models/*.py")
         return ",".join(sorted({path.stem for path in files} - {*_MODELS, "__init__"}))
 
-    def _wait_until_up(self) -> None:
+    def _is_up_at_last(self) -> bool:
         assert self.process is not None
         deadline = time.monotonic() + START_LIMIT_S
         with httpx.Client(timeout=5) as client:  # one for all tries: each new one reads the certificates again
             while time.monotonic() < deadline and self.process.poll() is None:
                 try:
                     if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
-                        return
+                        return True
                 except httpx.TransportError:
                     pass
                 time.sleep(0.3)
-        end = self.log.read_text(errors="replace")[-4000:]
-        self.stop()
-        raise RuntimeError(f"the server did not come up; the end of its log:\n{end}")
+        return False
 
 
 def _end_with_parent() -> None:
@@ -175,15 +193,16 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _free_port() -> int:
+def _free_port(first: int = 20000, count: int = 1000) -> int:
     """Find a free port below those that the kernel gives away, and low enough for the ports that SGLang adds to it.
 
-    SGLang 0.5.11 refuses to start when port + 10,000 is not a port. Tests that run side by side have their own ranges,
-    since a port is free until its server, half a minute later, listens on it.
+    SGLang 0.5.11 refuses to start when port + 10,000 is not a port. Tests that run side by side have their own ranges
+    of so many ports each, since a port is free until its server, half a minute later, listens on it. The port of the
+    processes among themselves comes from above 30,000: SGLang would choose it between 22,000 and 30,000.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
     while True:
-        port = 20000 + 1000 * worker + random.randrange(1000)
+        port = first + count * worker + random.randrange(count)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
