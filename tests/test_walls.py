@@ -25,7 +25,7 @@ RANKS = {
     for rank, parts in enumerate(
         (
             ("_version", "errors", "arrays", "keys", "locks", "live"),
-            ("layers", "samples"),
+            ("layers", "lean", "samples"),
             ("schema",),
             ("spool",),
             ("capture", "engines", "patch", "prompts", "store"),

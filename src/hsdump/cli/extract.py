@@ -21,6 +21,7 @@ from hsdump.extract.only import read_names
 from hsdump.extract.plan import ExtractOptions, check_output
 from hsdump.extract.session import Endpoint, read_endpoints
 from hsdump.layers import parse_layers
+from hsdump.lean import be_lean
 from hsdump.prompts import PromptOptions
 from hsdump.store.attach import RemoteOptions
 
@@ -93,6 +94,8 @@ def extract(
     Exit codes: 0 all committed, 3 some samples failed or rows were unreadable, 4 stopped early.
     """
     out = _checked_out(out, collector, other_ways=bool(server or servers or ray))
+    if engine != "sglang":
+        be_lean(False)  # the model itself will run here
     options = ExtractOptions(
         inputs=tuple(inputs),
         out=out,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
+from hsdump import lean
 from hsdump._version import __version__
 from hsdump.errors import HsdumpError, UsageError
 
@@ -34,6 +35,9 @@ VERBS = (
     "bench",
     "store",
 )
+
+WITHOUT_TORCH = ("prepare", "generate", "plan", "extract", "collect", "status")
+"""What runs long beside a server, or many times: such a process is kept small."""
 """Modules of `hsdump.cli`, in the order of the job. Each has `add_to(app)`."""
 
 CommandLineError: type[Exception] = next(
@@ -70,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and give its exit code back; a user's mistake never shows a stack trace."""
     argv = sys.argv[1:] if argv is None else argv
     # Only the verb that runs is imported: `serve` works beside an SGLang that has none of the client's libraries.
-    asked = next((word for word in argv if not word.startswith("-")), None)
+    asked = _verb(argv)
     command = typer.main.get_command(build_app([asked] if asked in VERBS else VERBS))
     try:
         code = command.main(args=argv, prog_name="hsdump", standalone_mode=False)
@@ -87,8 +91,13 @@ def main(argv: list[str] | None = None) -> int:
     return int(code or 0)
 
 
+def _verb(argv: Sequence[str]) -> str | None:
+    return next((word for word in argv if not word.startswith("-")), None)
+
+
 def run() -> None:
     """Console script."""
+    lean.be_lean(_verb(sys.argv[1:]) in WITHOUT_TORCH)
     sys.exit(main())
 
 

@@ -9,6 +9,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+from hsdump.lean import torch_hidden
 from hsdump.prompts.conversation import THINK_CLOSE, THINK_OPEN, Message
 from hsdump.prompts.options import RowRefused
 from hsdump.prompts.sentinels import THINKING_KEYS
@@ -53,7 +54,8 @@ class Template:
         spans: bool,
     ) -> tuple[str, list[tuple[int, int]]]:
         # Here, because its import takes a second, and who is given token ids never needs it.
-        from transformers.utils.chat_template_utils import render_jinja_template
+        with torch_hidden():
+            from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             texts, ranges = render_jinja_template(

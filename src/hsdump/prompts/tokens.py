@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from hsdump.arrays import xxh3
 from hsdump.errors import InputError
+from hsdump.lean import torch_hidden
 from hsdump.prompts.options import RowRefused
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt")
@@ -138,7 +139,8 @@ def load_tokenizer(model_path: str, *, trust_remote_code: bool) -> tuple[Any, To
     Raises:
         InputError: there is none, or it wants to run code of its own and may not.
     """
-    from transformers import AutoTokenizer
+    with torch_hidden():
+        from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)

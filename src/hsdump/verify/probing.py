@@ -12,8 +12,9 @@ import msgspec
 from hsdump.arrays import xxh3
 from hsdump.errors import InputError, ServerError, UsageError
 from hsdump.extract.identity import UNKNOWN, model_digest
+from hsdump.lean import apart
 from hsdump.schema import EngineInfo
-from hsdump.verify.probe import Prober, ProbeReport, gather, probe_sequences
+from hsdump.verify.probe import Captured, Prober, ProbeReport, gather, probe_sequences
 from hsdump.verify.witness import Witness
 
 PROBE_TIMEOUT_S = 120.0
@@ -97,11 +98,15 @@ def _probe(witness: Witness, info: EngineInfo, model: str, depth: str) -> ProbeR
     if witness.failures:
         key, reason = next(iter(witness.failures.items()))
         raise ServerError(f"the server at {witness.url} did not answer a probe ({key}: {reason})", "see its log")
-    report = Prober(info, model, depth=depth).judge(gather(sequences, answers, info.shape.dtype))
+    report = apart(_judge, info, model, depth, gather(sequences, answers, info.shape.dtype))
     digests = {model_digest(model), model_digest(info.model_path)}
     if len(digests - {UNKNOWN}) == 2:
         report.words.append(f"{model} is not byte for byte the checkpoint that the server reads, {info.model_path}")
     return report
+
+
+def _judge(info: EngineInfo, model: str, depth: str, answers: Captured) -> ProbeReport:
+    return Prober(info, model, depth=depth).judge(answers)
 
 
 def _folder() -> Path:
