@@ -181,15 +181,17 @@ class Bench:
 
     def rates(self) -> None:
         """No capture, auxiliary states only, drained ring: in turns, so that all see the same clock and neighbours."""
+        capturing = {"shm": "hsdump", "shm-wide": "wide"}
         for _ in range(self.args.rounds):
             for length, samples in self.samples.items():
-                self.row("none", length, ordinary(self.url["none"], samples).tokens_per_s)
-                self.row("aux", length, ordinary(self.url["hsdump"], samples).tokens_per_s)
-                found = captured(self.url["hsdump"], samples)
-                self.row("shm", length, found.tokens_per_s, drained_s=round(found.drained_s, 4))
-                if "wide" in self.url:
-                    found = captured(self.url["wide"], samples)
-                    self.row("shm-wide", length, found.tokens_per_s, drained_s=round(found.drained_s, 4))
+                tokens = sum(map(len, samples))
+                for mode, name in (("none", "none"), ("aux", "hsdump")):
+                    self.row(mode, length, ordinary(self.url[name], samples).tokens_per_s, tokens=tokens)
+                for mode, name in capturing.items():
+                    if name in self.url:
+                        found = captured(self.url[name], samples)
+                        drained_s = round(found.drained_s, 4)
+                        self.row(mode, length, found.tokens_per_s, tokens=tokens, drained_s=drained_s)
         self.results.setdefault("counters", {})[self.shape.name] = counters(self.url["hsdump"])
 
     def memory(self) -> None:
