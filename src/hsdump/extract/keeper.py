@@ -22,6 +22,9 @@ from hsdump.store.index import RequestRow, utc_now
 
 T = TypeVar("T")
 
+MOST_UNCOMMITTED = 4096
+"""Samples that wait for a commit, or whose commit is under way. Each takes some 10 KB until then."""
+
 
 class Keeper:
     """The run's end of its store. Use from one event loop; everything slow happens in the store thread."""
@@ -170,7 +173,8 @@ class Keeper:
             self._begin_commit()
 
     def _is_due(self) -> bool:
-        return time.monotonic() - self._last_commit_s > self._options.commit_s
+        late = time.monotonic() - self._last_commit_s > self._options.commit_s
+        return late or len(self._uncommitted) >= MOST_UNCOMMITTED
 
     def _tick(self) -> None:
         if self._uncommitted and self._is_due():
