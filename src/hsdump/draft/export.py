@@ -45,6 +45,9 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     rope_type: str
     checkpoint: str
+    target: str
+    """Where training read it."""
+
     bytes: int
 
 
@@ -89,6 +92,7 @@ def export_drafter(
         max_position_embeddings=config.max_position_embeddings,
         rope_type=str(config.rope["rope_type"]),
         checkpoint=str(facts["checkpoint"]),
+        target=config.target_path,
         bytes=sum(path.stat().st_size for path in out.iterdir()),
     )
 

@@ -123,7 +123,7 @@ def sweep(
 
     def measure(command: str) -> tuple[str, list[Speed]]:
         launch.say(f"$ {command}")
-        with _running(launch, command):
+        with running(launch, command):
             found = bench(launch.url, prompts, concurrencies=concurrencies, new_tokens=new_tokens, key=key)
         return found.engine, found.rows
 
@@ -147,7 +147,7 @@ def _filled(command: str, setting: Setting) -> str:
 
 
 @contextmanager
-def _running(launch: Launch, command: str) -> Iterator[None]:
+def running(launch: Launch, command: str) -> Iterator[None]:
     """Have a server while the body runs. It is its own process group, so that ending it leaves nothing behind."""
     if _answers(launch.url):
         raise UsageError(f"something answers at {launch.url} already", "end it: --launch starts its own server there")
