@@ -22,8 +22,8 @@ from hsdump.store.index import RequestRow, utc_now
 
 T = TypeVar("T")
 
-MOST_UNCOMMITTED = 4096
-"""Samples that wait for a commit, or whose commit is under way. Each takes some 10 KB until then."""
+MOST_IN_A_COMMIT = 4096
+"""Samples, however small: each takes some 10 KB of memory until its commit is done, and two commits may be open."""
 
 
 class Keeper:
@@ -46,6 +46,9 @@ class Keeper:
         self._thread = ThreadPoolExecutor(1, "hsdump-store")
         self._failed_before: frozenset[str] = frozenset()
         self._uncommitted: dict[str, int] = {}
+        self._added = 0
+        """Since the last commit was begun."""
+
         self._commits: deque[Future[list[str]]] = deque()
         """Under way or not counted yet, oldest first."""
 
@@ -167,6 +170,7 @@ class Keeper:
             release()  # here and not where it is awaited: a cancelled wait must not free what is being written
         if added:
             self._uncommitted[encoded.record.key] = encoded.record.num_tokens
+            self._added += 1
         else:
             self._state.already += 1  # an equal row was in flight at the same time
         if self._is_due() or self._writer.is_full:
@@ -174,7 +178,7 @@ class Keeper:
 
     def _is_due(self) -> bool:
         late = time.monotonic() - self._last_commit_s > self._options.commit_s
-        return late or len(self._uncommitted) >= MOST_UNCOMMITTED
+        return late or self._added >= MOST_IN_A_COMMIT
 
     def _tick(self) -> None:
         if self._uncommitted and self._is_due():
@@ -196,6 +200,7 @@ class Keeper:
         for key in self._uncommitted:
             self._notes.pop(key, None)  # a note written after the commit would be of a sample that is done
         self._commits.append(self._writer.begin_commit())
+        self._added = 0
         self._last_commit_s = time.monotonic()
         self._collect()
 
