@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -60,9 +61,9 @@ def test_export_starts_the_engine_and_asks_it(tmp_path: Path, capsys: pytest.Cap
         assert (problem or "") in (found["problem"] or "")
         assert found["found"]["acceptance_length"] == (steps or None)
         assert (out / "config.json").exists(), "what was exported stays, whatever the engine said"
-    broken = [*engine, "--launch", "sh -c 'echo no such weight; exit 3' {draft}"]
+    broken = [*engine, "--launch", "sh -c 'echo KeyError: no such weight; echo bye; exit 3' {draft}"]
     assert main([*words, "--out", str(tmp_path / "broken"), *broken]) == ServerError.exit_code
-    assert "no such weight" in capsys.readouterr().err
+    assert re.search(r"ended with code 3 before it answered: KeyError: no such weight\n", capsys.readouterr().err)
     assert main([*words, "--out", str(tmp_path / "none"), "--launch", start % 1]) == UsageError.exit_code
     assert "belong together" in capsys.readouterr().err
     assert not (tmp_path / "none").exists(), "options are looked at before anything is written"

@@ -66,7 +66,8 @@ def export(
     serve = (
         f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {found.out}"
         if found.engine == "sglang"
-        else f'--speculative-config \'{{"model": "{found.out}", "num_speculative_tokens": {draft_tokens}}}\''
+        else f'--speculative-config \'{{"method": "eagle3", "model": "{found.out}", '
+        f'"num_speculative_tokens": {draft_tokens}}}\''
     )
     table.add_row("serve with", serve)
     data = to_builtins(found)

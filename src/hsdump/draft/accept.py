@@ -13,8 +13,8 @@ from contextlib import nullcontext
 import msgspec
 
 from hsdump.draft.bench import Speed, bench
-from hsdump.draft.sweep import Launch, running
-from hsdump.errors import UsageError
+from hsdump.draft.sweep import Launch, last_words, running
+from hsdump.errors import ServerError, UsageError
 
 PLACE = "{draft}"
 
@@ -53,7 +53,13 @@ def load_and_accept(
     if not prompts:
         raise UsageError("there is no prompt to ask", "give --prompts FILE with questions")
     with running(launch, launch.command) if launch is not None else nullcontext():
-        found = bench(url, prompts, concurrencies=[1], new_tokens=new_tokens, key=key)
+        try:
+            found = bench(url, prompts, concurrencies=[1], new_tokens=new_tokens, key=key)
+        except ServerError as error:
+            if launch is None:
+                raise
+            what = f"{error.what}; the engine started and its log says: {last_words(launch)}"
+            raise ServerError(what, f"see {launch.log}") from error
     return Accepted(server=url, engine=found.engine, found=found.rows[0])
 
 

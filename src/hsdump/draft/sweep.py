@@ -7,6 +7,7 @@ take them at the start only. So the server is started by its own command, once f
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -168,10 +169,16 @@ def _wait(launch: Launch, child: subprocess.Popen[bytes]) -> None:
     while not _answers(launch.url):
         code = child.poll()
         if code is not None or time.monotonic() > until_s:
-            lines = launch.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
             what = "did not answer in time" if code is None else f"ended with code {code} before it answered"
-            raise ServerError(f"the server {what}: " + " | ".join(lines), f"see {launch.log}")
+            raise ServerError(f"the server {what}: {last_words(launch)}", f"see {launch.log}")
         time.sleep(POLL_S)
+
+
+def last_words(launch: Launch) -> str:
+    """Give the end of a server's log: of lines that speak of errors, where there are any."""
+    lines = launch.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    telling = [line for line in lines if re.search(r"(Error|Exception): ", line)]
+    return " | ".join((telling or lines)[-LAST_LINES:])
 
 
 def _answers(url: str) -> bool:
