@@ -21,8 +21,10 @@ class _WriteBack:
 
     Otherwise a whole shard waits for its fsync: on one machine 0.74 of 1.08 GB/s were left. And the call itself waits
     while the disk's queue is full, so that in the writing thread nothing was copied meanwhile: beside it, 1.5 times as
-    much was committed (median of 8 pairs, two busy cores). A hint only: where the call is missing or fails, fsync does all of the work, and a
-    descriptor that belongs to another file by then has that one written, which harms nobody.
+    much was committed (median of 8 pairs, two busy cores).
+
+    A hint only: where the call is missing or fails, fsync does all of the work, and a descriptor that belongs to
+    another file by then has that one written, which harms nobody.
     """
 
     def __init__(self) -> None:
