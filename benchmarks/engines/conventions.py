@@ -18,7 +18,7 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,7 @@ from tests.tiny_models import tiny_model_path
 
 from hsdump.engines.base import CaptureRequest
 from hsdump.engines.embedded import EmbeddedEngine
-from hsdump.extract.identity import model_digest
-from hsdump.extract.plan import LAYER_MEANING
+from hsdump.extract.identity import manifest_of
 from hsdump.layers import FINAL, FINAL_PRE_NORM
 from hsdump.samples import TokenSample
 from hsdump.schema import EngineInfo
@@ -206,23 +205,8 @@ def _store(case: Case, name: str, states: States, names: Mapping[str, str]) -> P
 
 
 def _manifest(info: EngineInfo, layers: Sequence[int], final_state: str) -> Manifest:
-    return Manifest(
-        engine=info.engine,
-        engine_version=info.engine_version,
-        model_path=info.model_path,
-        model_digest=model_digest(info.model_path),
-        model_class=info.model_class,
-        num_layers=info.num_layers,
-        vocab_size=info.vocab_size,
-        layers=list(layers),
-        hidden_size=info.shape.hidden_size,
-        dtype=info.shape.dtype,
-        final_state=final_state,
-        layer_meaning=LAYER_MEANING,
-        tokenizer_digest="",
-        template_digest="",
-        max_tokens=info.context_length,
-    )
+    shape = replace(info.shape, layers=tuple(layers), final_state=final_state)
+    return manifest_of(info, shape, tokenizer_digest="", template_digest="", max_tokens=info.context_length)
 
 
 def _index(state: str) -> str:

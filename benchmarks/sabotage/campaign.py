@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,7 @@ from benchmarks.sabotage.sabotages import (
 from hsdump._version import __version__
 from hsdump.arrays import to_float32
 from hsdump.demo.tiny_model import make_tiny_model
-from hsdump.extract.identity import model_digest
-from hsdump.extract.plan import LAYER_MEANING
+from hsdump.extract.identity import manifest_of
 from hsdump.prompts import PromptOptions, Renderer
 from hsdump.samples import TokenSample
 from hsdump.schema import EngineInfo, StateShape
@@ -85,19 +84,9 @@ def set_up(model: Path, folder: Path) -> Bench:
     """Make detectors and saboteurs ready for what was captured."""
     info = msgspec.json.decode((folder / "info.json").read_bytes(), type=EngineInfo)
     renderer = Renderer.load(str(model), PromptOptions())
-    manifest = Manifest(
-        engine="sglang",
-        engine_version=info.engine_version,
-        model_path=str(model),
-        model_digest=model_digest(str(model)),
-        model_class=info.model_class,
-        num_layers=info.num_layers,
-        vocab_size=info.vocab_size,
-        layers=list(LAYERS),
-        hidden_size=info.shape.hidden_size,
-        dtype=info.shape.dtype,
-        final_state="post_norm",
-        layer_meaning=LAYER_MEANING,
+    manifest = manifest_of(
+        replace(info, model_path=str(model)),
+        replace(info.shape, layers=tuple(LAYERS), final_state="post_norm"),
         tokenizer_digest=renderer.tokenizer_digest,
         template_digest=renderer.template_digest,
         max_tokens=info.context_length,

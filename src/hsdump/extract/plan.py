@@ -13,7 +13,7 @@ import msgspec
 
 from hsdump._version import __version__
 from hsdump.errors import InputError, StoreError, UsageError
-from hsdump.extract.identity import model_digest
+from hsdump.extract.identity import manifest_of
 from hsdump.layers import check_layers
 from hsdump.prompts import PromptOptions, Renderer, prepared_settings
 from hsdump.prompts.hub import is_dataset
@@ -22,8 +22,6 @@ from hsdump.schema import EngineInfo, StateShape
 from hsdump.store import Manifest
 from hsdump.store.attach import RemoteOptions
 from hsdump.store.manifest import PROMPTS
-
-LAYER_MEANING = "index into transformers' output_hidden_states (0 = embeddings, k = output of decoder layer k-1)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,28 +139,15 @@ def make_plan(options: ExtractOptions, info: EngineInfo) -> ExtractPlan:
     # A collector is given token ids and has no input of its own; a tokenizer costs seconds and, with torch, 260 MB.
     reads = bool(options.inputs)
     renderer, problem = _renderer(options.model, info.model_path, prompt_options) if reads else (None, None)
-    manifest = Manifest(
-        format_version=1,
-        engine=info.engine,
-        engine_version=info.engine_version,
-        model_path=info.model_path,
-        model_digest=model_digest(info.model_path),
-        model_class=info.model_class,
-        num_layers=info.num_layers,
-        vocab_size=info.vocab_size,
-        layers=list(shape.layers),
-        hidden_size=shape.hidden_size,
-        dtype=shape.dtype,
-        final_state=shape.final_state,
-        layer_meaning=LAYER_MEANING,
+    manifest = manifest_of(
+        info,
+        shape,
         tokenizer_digest=_made_by("tokenizer_digest", options.inputs, renderer),
         template_digest=_made_by("template_digest", options.inputs, renderer),
         max_tokens=max_tokens,
         codec=options.codec,
         hsdump_version=__version__,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        attach=info.attach,
-        notes=list(info.notes),
         extra=_prompt_settings(options, renderer),
     )
     return ExtractPlan(
