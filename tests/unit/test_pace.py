@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hsdump.engines.base import ServerLoad
-from hsdump.extract.pace import LIVE_HOLD_S, PROBE_EVERY_S, QUEUE_PATIENCE_S, Courtesy, TokenRate
+from hsdump.extract.pace import FIRST_PROBE_S, LIVE_HOLD_S, PROBE_EVERY_S, QUEUE_PATIENCE_S, Courtesy, TokenRate
 
 
 class Clock:
@@ -92,6 +92,32 @@ def test_a_suspicion_is_looked_into_when_ours_are_through_and_not_again_soon() -
     clock.now_s += PROBE_EVERY_S
     courtesy.see(ServerLoad(running=30, waiting=0), ours=16)
     assert courtesy.wait_s(in_flight=15) > 0
+
+
+def seconds_until_looked_into(courtesy: Courtesy, clock: Clock) -> float:
+    """Let the server look busy all the time, ours included, until the next is held back."""
+    began_s = clock.now_s
+    while True:
+        courtesy.see(ServerLoad(running=30, waiting=0), ours=16)
+        if courtesy.wait_s(in_flight=16):
+            return clock.now_s - began_s
+        clock.now_s += 0.5
+
+
+def test_false_suspicions_become_rare_and_a_true_one_makes_them_quick_again() -> None:
+    """Somebody who comes just after a look is met within seconds; a release that always looks busy costs little."""
+    clock = Clock()
+    courtesy = Courtesy(0.25, clock)
+    courtesy.see(ServerLoad(running=0, waiting=0), ours=0)
+    waited = []
+    for _ in range(7):
+        waited.append(seconds_until_looked_into(courtesy, clock))
+        courtesy.see(ServerLoad(running=0, waiting=0), ours=0)
+    assert waited == [FIRST_PROBE_S, 4.0, 8.0, 16.0, PROBE_EVERY_S, PROBE_EVERY_S, PROBE_EVERY_S]
+    courtesy.see(ServerLoad(running=2, waiting=0), ours=0)
+    clock.now_s += LIVE_HOLD_S
+    courtesy.see(ServerLoad(running=0, waiting=0), ours=0)
+    assert seconds_until_looked_into(courtesy, clock) == FIRST_PROBE_S
 
 
 def test_a_share_of_one_never_steps_back() -> None:

@@ -16,9 +16,11 @@ BURST_S = 1.0
 LIVE_HOLD_S = 3.0
 """Others count as present so long after they were last seen: short requests come and go between two looks."""
 
+FIRST_PROBE_S = 2.0
 PROBE_EVERY_S = 30.0
 """SGLang before 0.5.23 counts finished requests of ours as running until it decodes again (52 beside 2 others).
-So a look counts only while none of ours is there, and a suspicion is looked into at most so often."""
+So a look counts only while none of ours is there. A suspicion is looked into after `FIRST_PROBE_S`; each one that finds
+nobody doubles the time to the next, up to `PROBE_EVERY_S`, and somebody found begins again."""
 
 QUEUE_PATIENCE_S = 10.0
 """While others wait in the server's queue nothing is sent, but not for ever: one request each such time."""
@@ -61,6 +63,7 @@ class Courtesy:
         self._not_before_s = 0.0
         self._probing = False
         self._next_probe_s = 0.0
+        self._probe_every_s = FIRST_PROBE_S
         self.others = 0
         """Requests of others when the server was last asked while none of ours was there."""
 
@@ -78,10 +81,13 @@ class Courtesy:
             self._queued_since_s = now_s
         if ours == 0:
             self.others = load.running + load.waiting
-            self._probing = False
-            self._next_probe_s = now_s + PROBE_EVERY_S
             if self.others:
                 self._live_until_s = now_s + LIVE_HOLD_S
+                self._probe_every_s = FIRST_PROBE_S
+            elif self._probing:
+                self._probe_every_s = min(2 * self._probe_every_s, PROBE_EVERY_S)
+            self._probing = False
+            self._next_probe_s = now_s + self._probe_every_s
         elif (load.running or queued) and not self.is_live and now_s >= self._next_probe_s:
             self._probing = True  # until ours are through, so that the next look shows who else is there
 
