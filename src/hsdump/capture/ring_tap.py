@@ -46,13 +46,8 @@ class RingTap:
         self._memory = torch.frombuffer(ring.map, dtype=torch.uint8)
         self._copier = _CudaCopier(self._memory, ring, staging) if device.startswith("cuda") else _HostCopier(ring)
 
-    def take(self, segments: Sequence[Segment], states: BatchStates, *, settled_later: bool = False) -> None:
-        """Queue the copies of one pass; never waits.
-
-        Args:
-            settled_later: `settle` will be called before the next pass of any kind begins. Otherwise the device waits
-                at once for rows that are copied from where they are.
-        """
+    def take(self, segments: Sequence[Segment], states: BatchStates) -> None:
+        """Queue the copies of one pass; never waits. `settle` has to be called before the next pass of any kind."""
         start_ns = time.monotonic_ns()
         mine = [part for segment in segments if (part := _share_of(segment, *self._share)).num_rows]
         if mine:
@@ -60,8 +55,6 @@ class RingTap:
         control = self._ring.control
         control.add("batches", 1)
         control.add("rows", sum(segment.num_rows for segment in mine))
-        if not settled_later:
-            self.settle()
         control.add("busy_ns", time.monotonic_ns() - start_ns)
 
     def settle(self) -> None:
@@ -163,7 +156,8 @@ class _CudaCopier:
         beyond = rows_beyond(blocks, capacity) if len(runs) == 1 else 0
         if beyond:
             source, target = copies[-1]
-            self._copy_in_place(forward, source[runs[0][0] :][:beyond], target[:beyond])
+            (rows,) = _rows_of(source, runs, 0, beyond)
+            self._copy_in_place(forward, rows, target[:beyond])
         for pieces in rounds_of(blocks, capacity, beyond):
             self._copy_clones(forward, pieces, runs, copies)
         self.pass_over(end)

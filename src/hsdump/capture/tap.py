@@ -47,7 +47,7 @@ class Tap:
     def settle(self) -> None:
         """Nothing is under way when `take` returns."""
 
-    def take(self, segments: Sequence[Segment], states: BatchStates, *, settled_later: bool = False) -> None:  # noqa: ARG002 - as RingTap's
+    def take(self, segments: Sequence[Segment], states: BatchStates) -> None:
         """Copy the rows of `segments` into their entries; publish those that become complete.
 
         Never raises for what one request does wrong: that request fails with its reason.

@@ -253,7 +253,7 @@ class ServerCapture:
         try:
             if aux_hidden_states is None:
                 raise ValueError("the model gave no auxiliary states")
-            self._tap.take(segments, BatchStates(input_ids, aux_hidden_states, hidden_states), settled_later=True)
+            self._tap.take(segments, BatchStates(input_ids, aux_hidden_states, hidden_states))
         except Exception as error:  # a process border, as above
             logger.exception("hsdump could not capture a batch")
             with contextlib.suppress(Exception):  # a process border, as above

@@ -97,6 +97,7 @@ class Pass:
                 raise ValueError(f"the loop did not pass layers {missing}")
             aux = [self._aux[layer] for layer in self._layers]
             self._tap.take(self._segments, BatchStates(self._input_ids, aux, hidden_states))
+            self._tap.settle()
         except Exception as error:  # a process border, as above
             logger.exception("hsdump could not capture a batch")
             with contextlib.suppress(Exception):  # a process border, as above
