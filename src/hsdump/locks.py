@@ -7,7 +7,27 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+TRIES = 10
+PAUSE_S = 0.02
+"""Others look at a lock by taking it for a moment; that must not refuse its owner."""
+
+
+def take(fd: int) -> bool:
+    """Take an exclusive `flock` on an open file; False when somebody keeps it."""
+    for attempt in range(TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if attempt + 1 < TRIES:
+                time.sleep(PAUSE_S)
+        else:
+            return True
+    return False
 
 
 class AliveLock:
@@ -18,14 +38,10 @@ class AliveLock:
 
         Raises:
             BlockingIOError: a living process holds it.
+            OSError: the file cannot be made.
         """
         self.path = path
-        self._fd: int | None = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise
+        self._fd: int | None = _open_locked(path)
         os.truncate(self._fd, 0)
         os.pwrite(self._fd, str(os.getpid()).encode(), 0)
 
@@ -35,6 +51,51 @@ class AliveLock:
             self.path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = None
+
+
+def _open_locked(path: Path) -> int:
+    while True:
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        if not take(fd):
+            os.close(fd)
+            raise BlockingIOError(f"a living process holds {path}")
+        if _is_at(path, fd):
+            return fd
+        os.close(fd)  # between opening and locking, somebody took the unlocked file for a dead process's
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Tell whether the file at `path` is still the open one."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def left_behind(path: Path) -> Iterator[bool]:
+    """Hold a dead process's lock while what it left is removed, the file at `path` included.
+
+    A process that is just taking the lock waits for that, and then finds its file gone and makes it again. Removing
+    without holding would take the file from under a process that has it by now, which then counts as dead.
+
+    Yields:
+        False when a living process holds it, or there is no such file; then nothing is to be removed.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        dead = _is_at(path, fd)
+    except BlockingIOError:
+        dead = False
+    try:
+        yield dead
+    finally:
+        os.close(fd)
 
 
 def is_held(path: Path) -> bool:

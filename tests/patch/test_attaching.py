@@ -80,9 +80,13 @@ class Recorder:
     def __init__(self) -> None:
         self.taken: list[tuple[list[Segment], BatchStates]] = []
         self.refused: list[tuple[str, str]] = []
+        self.settled = 0
 
     def take(self, segments: list[Segment], states: BatchStates) -> None:
         self.taken.append((segments, states))
+
+    def settle(self) -> None:
+        self.settled = len(self.taken)
 
     def refuse(self, _segments: list[Segment], reason: str, detail: str) -> None:
         self.refused.append((reason, detail))
@@ -123,6 +127,8 @@ def test_the_tap_in_a_loop_takes_layers_and_final_state_of_prefill_only(
     for found, layer in zip(states.aux, (1, 2, 4), strict=True):
         assert torch.equal(found, expected[layer])
     assert torch.equal(states.final, final)
+    assert tap.settled == 1
+    assert tap.refused == []
     for decode in (SimpleNamespace(forward_mode=mode(False)), SimpleNamespace(forward_mode=mode(True), rids=["other"])):
         model.forward(ids.clone(), None, decode)
     assert len(tap.taken) == 1

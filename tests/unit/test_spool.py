@@ -1,20 +1,25 @@
 """The hand-over in shared memory: bytes, quota, leftovers. Both sides run here, in one process or two."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from hsdump import locks
 from hsdump.errors import SpoolError
 from hsdump.locks import AliveLock, is_held
 from hsdump.schema import StateShape
+from hsdump.sglang.announce import Announcement
 from hsdump.spool.entry import decode_header, encode_header, entry_bytes
 from hsdump.spool.names import Rid, SpoolPaths, new_run
 from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
-from hsdump.spool.sweep import sweep_dead_clients, sweep_dead_spools
+from hsdump.spool.sweep import Swept, _remove_abandoned, sweep_dead_clients, sweep_dead_spools
 from hsdump.spool.writer import Refused, SpoolWriter
 
 SHAPE = StateShape(layers=(2, 4), hidden_size=8, dtype="bfloat16", final_state="post_norm")
@@ -189,3 +194,52 @@ def test_a_lock_is_held_by_the_living_only(tmp_path: Path) -> None:
         AliveLock(path)
     lock.release()
     assert not is_held(path)
+
+
+@pytest.mark.parametrize("name", ["server", "client"])
+def test_a_lock_that_is_just_being_taken_is_no_dead_processs(
+    root: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a server start at the same moment, as do actors, and each clears up after the dead."""
+    take, paths, other = locks.take, SpoolPaths(root), Announcement(root)
+
+    def clear_up() -> None:
+        other._remove_dead()
+        sweep_dead_clients(root)
+
+    def take_after_others(fd: int) -> bool:
+        monkeypatch.setattr(locks, "take", take)
+        clear_up()
+        return take(fd)
+
+    monkeypatch.setattr(locks, "take", take_after_others)
+    path = paths.server_lock(os.getpid() + 1) if name == "server" else paths.client_lock(new_run())
+    lock = AliveLock(path)
+    assert is_held(path)
+    assert path.read_text() == str(os.getpid())
+    clear_up()
+    assert is_held(path)
+    lock.release()
+    assert not path.exists()
+
+
+def test_a_look_at_a_lock_does_not_refuse_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    path.touch()
+    with path.open() as looking, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        lock = pool.submit(AliveLock, path)
+        time.sleep(2 * locks.PAUSE_S)
+        assert not lock.done()
+        fcntl.flock(looking, fcntl.LOCK_UN)
+        lock.result().release()
+
+
+def test_a_sweep_waits_for_no_server_that_starts(tmp_path: Path, root: Path) -> None:
+    """The launcher of a folder that was used before takes its lock between a sweep's look and its removal."""
+    launcher = AliveLock(SpoolPaths(root).launcher_lock)
+    assert _remove_abandoned(root) == Swept()
+    assert SpoolPaths(root).partial.is_dir()
+    launcher.release()
+    assert sweep_dead_spools(tmp_path).spools == (str(root),)
+    assert not root.exists()

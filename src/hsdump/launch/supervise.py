@@ -28,7 +28,7 @@ def make_spool(options: ServeOptions) -> AliveLock:
                 f"name a folder of its own with --spool, such as {paths.root}/hsdump-spool",
             )
         paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = AliveLock(paths.root / "launcher.lock")
+        lock = AliveLock(paths.launcher_lock)
         remove_spool(paths.root, keep=lock.path)  # what a killed server of this spool left
         for folder in paths.folders():
             folder.mkdir(mode=0o700, exist_ok=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hsdump._version import __version__
 from hsdump.errors import PatchError
+from hsdump.locks import take
 from hsdump.patch.disk import Disk, Stamp
 from hsdump.patch.site import Site
 
@@ -144,13 +145,11 @@ def locked(site: Site, disk: Disk) -> Iterator[None]:
         PatchError: another hsdump changes it now, or the folder cannot be made.
     """
     fd = os.open(site.package, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not take(fd):
         os.close(fd)
         raise PatchError(
             f"another hsdump is changing {site.package} now", "wait for it, then see `hsdump patch status`"
-        ) from None
+        )
     try:
         disk.make_folder(site.state)
         yield

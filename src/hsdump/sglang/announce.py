@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hsdump.locks import AliveLock, is_held
+from hsdump.locks import AliveLock, left_behind
 from hsdump.schema import EngineInfo
 from hsdump.spool.names import SpoolPaths
 
@@ -28,10 +28,11 @@ class Announcement:
     def _remove_dead(self) -> None:
         """Take away what killed processes of this spool left: a ring is gigabytes of memory."""
         for lock in list(self._paths.root.glob("server-*.lock")):
-            if not is_held(lock):
-                pid = int(lock.stem.split("-")[1])
-                for path in (self._paths.ring(pid), self._paths.server_file(pid), lock):
-                    path.unlink(missing_ok=True)
+            with left_behind(lock) as dead:
+                if dead:
+                    pid = int(lock.stem.split("-")[1])
+                    for path in (self._paths.ring(pid), self._paths.server_file(pid), lock):
+                        path.unlink(missing_ok=True)
 
     def offer(self, info: EngineInfo, *, host: str, port: int, ring: str | None = None) -> None:
         """Say what is captured here, and through which ring file of the spool."""

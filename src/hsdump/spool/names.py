@@ -111,6 +111,11 @@ class SpoolPaths:
         return self.root / f"ring-{pid}"
 
     @property
+    def launcher_lock(self) -> Path:
+        """Held by the `hsdump serve` that made the spool, and by whoever removes it."""
+        return self.root / "launcher.lock"
+
+    @property
     def ring_lock(self) -> Path:
         """Held by the one client that empties the rings."""
         return self.root / "ring-reader.lock"

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsdump.locks import is_held
+from hsdump.locks import AliveLock, is_held, left_behind
 from hsdump.spool.names import PREFIX, SHARED_MEMORY, Rid, SpoolPaths, is_run
 
 
@@ -37,16 +37,18 @@ def sweep_dead_clients(root: Path) -> Swept:
             path.unlink(missing_ok=True)
             files, num_bytes = files + 1, num_bytes + size
     for lock in list(paths.clients.glob("*.lock")):
-        if is_run(lock.stem) and not is_held(lock):
-            lock.unlink(missing_ok=True)
+        if is_run(lock.stem):
+            with left_behind(lock) as dead:
+                if dead:
+                    lock.unlink(missing_ok=True)
     return Swept(files, num_bytes)
 
 
-def is_abandoned(root: Path) -> bool:
-    """Tell whether a spool has no living server, launcher or client."""
+def is_abandoned(root: Path, *, besides: Path | None = None) -> bool:
+    """Tell whether a spool has no living server, launcher or client, `besides` the owner of one lock."""
     paths = SpoolPaths(root)
     locks = [*root.glob("*.lock"), *paths.clients.glob("*.lock")]
-    return paths.partial.is_dir() and not any(is_held(lock) for lock in locks)
+    return paths.partial.is_dir() and not any(is_held(lock) for lock in locks if lock != besides)
 
 
 def sweep_dead_spools(shared_memory: Path = SHARED_MEMORY) -> Swept:
@@ -54,10 +56,26 @@ def sweep_dead_spools(shared_memory: Path = SHARED_MEMORY) -> Swept:
     total = Swept()
     for root in sorted(shared_memory.glob(f"{PREFIX}*")):
         if root.is_dir() and not root.is_symlink() and is_abandoned(root):
-            sizes = [_size(path) for path in root.rglob("*") if path.is_file()]
-            remove_spool(root)
-            total += Swept(len(sizes), sum(sizes), (str(root),))
+            total += _remove_abandoned(root)
     return total
+
+
+def _remove_abandoned(root: Path) -> Swept:
+    """Remove a spool as its launcher, so that a server that starts there at this moment waits or is left alone."""
+    try:
+        lock = AliveLock(SpoolPaths(root).launcher_lock)
+    except OSError:  # somebody starts there, or removes it, now
+        return Swept()
+    try:
+        if not is_abandoned(root, besides=lock.path):
+            return Swept()
+        sizes = [_size(path) for path in root.rglob("*") if path.is_file() and path != lock.path]
+        remove_spool(root, keep=lock.path)
+    finally:
+        lock.release()
+    with contextlib.suppress(OSError):
+        root.rmdir()
+    return Swept(len(sizes), sum(sizes), (str(root),))
 
 
 _OURS = re.compile(r"partial|ready|failed|clients|(server|ring)-\d+(\.\w+)?|(launcher|ring-reader)\.lock")

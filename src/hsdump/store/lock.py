@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import time
 from pathlib import Path
 
 from hsdump.errors import StoreBusy
-
-TRIES = 5
-PAUSE_S = 0.05
-"""`hsdump verify` looks at the lock by taking it for a moment; that must not refuse a writer."""
+from hsdump.locks import take
 
 
 class WriterLock:
@@ -29,7 +24,7 @@ class WriterLock:
             OSError: the file cannot be made.
         """
         self._fd: int | None = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        if not _taken(self._fd):
+        if not take(self._fd):
             holder = os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "a process that just started"
             os.close(self._fd)
             raise StoreBusy(
@@ -44,14 +39,3 @@ class WriterLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-def _taken(fd: int) -> bool:
-    for _ in range(TRIES):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(PAUSE_S)
-        else:
-            return True
-    return False
