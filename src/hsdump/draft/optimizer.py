@@ -2,8 +2,6 @@
 
 Muon makes every direction of a matrix's step equally long, which small models and few steps profit from most. Its steps
 are scaled to the size of AdamW's, so one learning rate is for both.
-
-Source: PyTorch's `torch.optim.Muon`.
 """
 
 from __future__ import annotations
@@ -13,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from hsdump.draft.muon import Muon
 
 Kind = Literal["adamw", "muon"]
 
@@ -34,7 +34,7 @@ class Optimizer:
         self._parts: list[tuple[Any, list[tuple[str, Any]], tuple[str, ...]]] = [(adam, rest, ADAM)]
         if inside:
             matrices = [weight for _, weight in inside]
-            muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            muon = Muon(matrices, lr=lr, weight_decay=weight_decay)
             self._parts.append((muon, inside, MUON))
 
     def step(self, lr: float) -> None:
