@@ -124,6 +124,28 @@ def test_a_dtype_of_the_users_choice(llama: Path) -> None:
         EmbeddedEngine(str(llama), layers=None, dtype="int8")
 
 
+def test_states_computed_in_float32_are_the_models_rounded_once(tmp_path: Path) -> None:
+    path = save_llama(tmp_path, torch.bfloat16)
+    engine = EmbeddedEngine(str(path), layers=(2,), compute="float32")
+    info = engine.handshake()
+    assert info.shape.dtype == "bfloat16"
+    assert info.engine_version == f"{transformers.__version__}+float32"
+    assert info.notes == ("computed in float32, the states rounded to bfloat16",)
+    row = list(range(40))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        hidden = model(torch.tensor([row]), output_hidden_states=True).hidden_states
+    for found, index in zip(capture(engine, row).states, (2, -1), strict=True):
+        np.testing.assert_array_equal(found, bits(hidden[index][0].to(torch.bfloat16)))
+    asyncio.run(engine.close())
+
+
+def test_a_float32_model_is_computed_as_it_is(tmp_path: Path) -> None:
+    path = save_llama(tmp_path, torch.float32)
+    info = EmbeddedEngine(str(path), layers=(2,), compute="float32").handshake()
+    assert (info.shape.dtype, info.engine_version, info.notes) == ("float32", transformers.__version__, ())
+
+
 def test_asked_layers_come_in_ascending_order(llama: Path) -> None:
     engine = EmbeddedEngine(str(llama), layers=(5, 1))
     assert engine.handshake().shape.layers == (1, 5)

@@ -47,6 +47,9 @@ def extract(
     ),
     ray: str = typer.Option(None, help="Address of a Ray cluster, or auto: a collector beside each --server."),
     engine: str = typer.Option("sglang", help="sglang, or transformers to run the model in this process."),
+    compute: str = typer.Option(
+        "model", help="With --engine transformers: the model's own dtype, or float32, faster on many CPUs."
+    ),
     model: str = typer.Option(None, help="Model folder (tokenizer).  [default: what the server names]"),
     layers: str = typer.Option("auto", help="Which of the captured layers to store, or auto for all of them."),
     final: str = typer.Option(
@@ -147,7 +150,7 @@ def extract(
         engines = _sglang_engines(read_endpoints(server, servers, spool), options, request_timeout)
         state = asyncio.run(run_session(engines, options, watch))
     else:
-        state = asyncio.run(run_session({engine: _embedded_engine(engine, options)}, options, watch))
+        state = asyncio.run(run_session({engine: _embedded_engine(engine, options, compute)}, options, watch))
     result = Result(data=state.report(), text=summary(state), exit_code=state.exit_code())
     raise typer.Exit(emit(both(answered, result), as_json=json))
 
@@ -178,11 +181,12 @@ def _sglang_engines(endpoints: list[Endpoint], options: ExtractOptions, timeout_
     }
 
 
-def _embedded_engine(name: str, options: ExtractOptions) -> Engine:
+def _embedded_engine(name: str, options: ExtractOptions, compute: str) -> Engine:
     if name != "transformers":
         raise UsageError(f"--engine {name} is not known", "use sglang or transformers")
     if options.model is None:
         raise UsageError("--model is missing", "give the model folder: --engine transformers --model PATH")
-    from hsdump.engines.embedded import EmbeddedEngine
+    from hsdump.engines.embedded import COMPUTE, EmbeddedEngine
 
-    return EmbeddedEngine(options.model, layers=options.layers, final_state=options.final_state)
+    compute = one_of("--compute", compute, COMPUTE)
+    return EmbeddedEngine(options.model, layers=options.layers, compute=compute, final_state=options.final_state)

@@ -1,9 +1,9 @@
 """The embedded engine: the target runs in this process through transformers, one sample at a time.
 
 For trying things out without a server, and as a second opinion on what a server hands out. No padding and no batches:
-every sample is computed at its exact length, in the model's own dtype. The final state is taken to be post-norm only
-after the numbers of a small forward said so, because model files differ in what they append to `hidden_states` last;
-the same forward proves that the last decoder layer's output is the state in front of that norm.
+every sample is computed at its exact length, in the model's own dtype unless told otherwise. The final state is taken
+to be post-norm only after the numbers of a small forward said so, because model files differ in what they append to
+`hidden_states` last; the same forward proves that the last decoder layer's output is the state in front of that norm.
 
 Letters: S = tokens of one sample, H = hidden size, L = auxiliary layers.
 """
@@ -32,6 +32,9 @@ SAME_NUMBERS = 1e-3
 """Relative error up to which two states count as one. The same module on the same input gives the same bits; a norm
 left out or applied twice is off by far more than a tenth."""
 
+COMPUTE = (MODEL, FLOAT32) = ("model", "float32")
+"""What an embedded model may reckon in."""
+
 NO_LIMIT = 1 << 31
 """Context length of a model whose config names none."""
 
@@ -46,13 +49,16 @@ class EmbeddedEngine:
         layers: tuple[int, ...] | None,
         device: str = "cpu",
         dtype: str | None = None,
+        compute: str = MODEL,
         final_state: str = "post_norm",
     ) -> None:
         """Args:
         model_path: a model folder, or the name of a model that is in the local Hugging Face cache.
         layers: ids in hsdump's meaning; None: the EAGLE-3 ones for the model's depth.
         device: as torch names it, such as `cpu` or `cuda:0`.
-        dtype: a key of `DTYPE_BYTES`; None: the checkpoint's own.
+        dtype: of the states, a key of `DTYPE_BYTES`; None: the checkpoint's own.
+        compute: `float32` to reckon in it and round only the states, or `model`. A CPU without bfloat16 instructions is
+            several times as fast in float32.
         final_state: `post_norm`, `pre_norm` (the last decoder layer's output) or `both`.
 
         Raises:
@@ -61,8 +67,13 @@ class EmbeddedEngine:
         assert final_state in FINAL_STATES, final_state
         if dtype is not None and dtype not in DTYPE_BYTES:
             raise UsageError(f"dtype {dtype} cannot be captured", f"use one of {', '.join(DTYPE_BYTES)}")
+        assert compute in COMPUTE, compute
         self.model_path = model_path
         self._layers, self._device, self._dtype, self._final_state = layers, device, dtype, final_state
+        self._compute = compute
+        self._rounded: Any = None
+        """The dtype that states are rounded to, where it is not what the model reckons in."""
+
         self._model: Any = None
         self._last_layer: Any = None
         self._info: EngineInfo | None = None
@@ -78,13 +89,15 @@ class EmbeddedEngine:
         """
         torch, transformers = _imports()
         model = _to_device(_load(self.model_path, self._dtype), self._device)
+        if self._compute == FLOAT32 and model.dtype != torch.float32:
+            self._rounded, model = model.dtype, model.float()  # exact: every bfloat16 is a float32
         config = model.config.get_text_config()
         num_layers = int(config.num_hidden_layers)
         wanted = eagle3_layers(num_layers) if self._layers is None else check_layers(self._layers, num_layers)
         with torch.inference_mode():
             final = _prove_meaning(model, num_layers, int(config.vocab_size))
         self._last_layer = _decoder_parts(model, num_layers)[0][-1]
-        dtype = str(final.dtype).removeprefix("torch.")
+        dtype = str(self._rounded or final.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
             raise ServerError(f"{self.model_path} computes in {dtype}", f"choose one of {', '.join(DTYPE_BYTES)}")
         shape = StateShape(layers=wanted, hidden_size=int(final.shape[-1]), dtype=dtype, final_state=self._final_state)
@@ -92,7 +105,8 @@ class EmbeddedEngine:
         self._model = model
         self._info = EngineInfo(
             engine="transformers",
-            engine_version=transformers.__version__,
+            # Another arithmetic gives other last bits, so the two are not one data set.
+            engine_version=transformers.__version__ + (f"+{FLOAT32}" if self._rounded else ""),
             attach="embedded",
             hsdump_version=__version__,
             model_path=self.model_path,
@@ -102,9 +116,15 @@ class EmbeddedEngine:
             context_length=int(context or NO_LIMIT),
             shape=shape,
             device=str(model.device),
-            notes=() if context else ("the model's config names no context length: none is checked",),
+            notes=self._notes(context),
         )
         return self._info
+
+    def _notes(self, context: int | None) -> tuple[str, ...]:
+        notes = [] if context else ["the model's config names no context length: none is checked"]
+        if self._rounded is not None:
+            notes.append(f"computed in float32, the states rounded to {str(self._rounded).removeprefix('torch.')}")
+        return tuple(notes)
 
     async def capture(self, request: CaptureRequest) -> CapturedSample:
         """Run one sample in a worker thread; a second one waits for the first.
@@ -161,7 +181,7 @@ class EmbeddedEngine:
                 hidden = _hidden_states(self._model, request.input_ids)
                 finals = {"post_norm": [hidden[-1]], "pre_norm": pre_norm, "both": [hidden[-1], *pre_norm]}
                 states = [hidden[index] for index in shape.layers] + finals[shape.final_state]
-                return tuple(_as_array(state_1SH[0]) for state_1SH in states)
+                return tuple(_as_array(state_1SH[0].to(self._rounded or state_1SH.dtype)) for state_1SH in states)
         except torch.OutOfMemoryError as error:
             detail = f"{len(request.input_ids)} tokens on {self._device}: {_first_line(error)}"
             raise CaptureFailed("out-of-memory", detail, transient=False) from error
