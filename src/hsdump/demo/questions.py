@@ -1,6 +1,6 @@
 """The demo's questions and the target's own answers to them, as exact tokens.
 
-    python -m hsdump.demo.questions TARGET OUT --learn 1360 --test 16
+    python -m hsdump.demo.questions TARGET OUT --learn 1000 --test 16
 
 A question is the beginning of a function of Python's standard library; the target goes on. Those to test with are none
 of those that the drafter learns from. A drafter learns from what the target says itself, not from what somebody else
@@ -14,19 +14,24 @@ import argparse
 import json
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hsdump.demo.train_target import Exchange, exchanges, library_files
 
-LONGEST_QUESTION = 112
+LONGEST_QUESTION = 144
 SHORTEST_QUESTION = 16
 SHORTEST_ANSWER = 8
 """Tokens. A third of the questions is answered with nothing but the end, from which nothing can be learned."""
 
-BATCH = 32
+BATCH = 128
 ROUND = 256
 """Most questions that are answered before it is seen whether more are needed."""
+
+SIDE_BY_SIDE = 2
+"""Batches at a time: the matrices are small, and two cores do more on one each than on one together."""
 
 Asked = tuple[Exchange, list[int], list[int]]
 """A question, its tokens, and those of the answer."""
@@ -42,6 +47,7 @@ def write_questions(target: Path, out: Path, *, learn: int, test: int, new_token
 
     from hsdump.demo.answering import Answerer
 
+    torch.set_num_threads(max(1, torch.get_num_threads() // SIDE_BY_SIDE))
     tokenizer = AutoTokenizer.from_pretrained(target)
     answerer = Answerer(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval())
     seen = _asked(answerer, _choose(tokenizer, held_out=False), learn + (0 if unseen else test), new_tokens)
@@ -74,10 +80,12 @@ def _asked(answerer: Any, questions: list[tuple[Exchange, list[int]]], number: i
         part = questions[start : start + size]
         by_length = sorted(range(len(part)), key=lambda place: len(part[place][1]))  # little to fill up in a batch
         said: dict[int, list[int]] = {}
-        for first in range(0, len(part), ROUND // 2):
-            places = by_length[first : first + ROUND // 2]
-            answers = answerer.answer([part[place][1] for place in places], new_tokens)
-            said |= dict(zip(places, answers, strict=True))
+        batches = [by_length[first : first + BATCH] for first in range(0, len(part), BATCH)]
+        asked = [[part[place][1] for place in places] for places in batches]
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            answered = pool.map(partial(answerer.answer, new_tokens=new_tokens), asked)
+            for places, answers in zip(batches, answered, strict=True):
+                said |= dict(zip(places, answers, strict=True))
         found += [(*part[place], said[place]) for place in range(len(part)) if len(said[place]) >= SHORTEST_ANSWER]
         if len(found) >= number:
             break
@@ -132,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hsdump.demo.questions")
     parser.add_argument("target", type=Path, help="the target's folder")
     parser.add_argument("out", type=Path, help="folder to write into")
-    parser.add_argument("--learn", type=int, default=1360, help="answers to learn from")
+    parser.add_argument("--learn", type=int, default=1000, help="answers to learn from")
     parser.add_argument("--test", type=int, default=16, help="questions to test with")
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--unseen", action="store_true", help="test with files that the target never saw")

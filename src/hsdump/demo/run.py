@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -33,17 +34,24 @@ PROMPTS = Path(__file__).with_name("prompts.jsonl")
 """Conversations in many languages; a small drafter cannot learn from these, but `prepare --show` is worth a look."""
 
 TRAINING: Final = (
-    *("--optimizer", "muon", "--lr", "4e-3", "--warmup", "15", "--clip", "1", "--ttt-steps", "3", "--tokens", "2048"),
-    *("--epochs", "10", "--max-steps", "320", "--validate-every", "160", "--save-every", "160", "--held-out", "0.03"),
+    *("--optimizer", "muon", "--lr", "8e-3", "--warmup", "15", "--clip", "1", "--ttt-steps", "3", "--tokens", "2048"),
+    *("--epochs", "10", "--max-steps", "280", "--validate-every", "140", "--save-every", "140", "--held-out", "0.03"),
 )
 MARKER = "made-by-hsdump-demo.txt"
 VERDICTS = {0: "clean", 1: "suspicious", 2: "corrupt"}
 """What the exit codes of `hsdump verify` mean."""
 
 STOPPED = 130
+NOT_LOSSLESS = 1
+"""Of `hsdump eval`, which says more in its report."""
 
-LEARN, TEST, NEW_TOKENS = 1360, 16, 128
+LEARN, TEST, NEW_TOKENS = 1000, 16, 128
 """Answers to learn from, questions to test with, tokens of the longest answer."""
+
+DRAFT_VOCAB: Final = "256"
+"""Of the target's 512."""
+
+ENGINES: Final = ("sglang", "vllm")
 
 LAYERS: Final = "2,5,7"
 """Of eight. The last of the usual ones (2, 4, 5) is far from the end in so shallow a model."""
@@ -122,6 +130,23 @@ class Places:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """A command on its way while another one has the terminal."""
+
+    words: tuple[str | Path, ...]
+    process: subprocess.Popen[bytes]
+    started_s: float
+
+
+class _StepFailed(Exception):
+    """A command's exit code says that there is no going on."""
+
+    def __init__(self, step: str, code: int) -> None:
+        super().__init__(step, code)
+        self.step, self.code = step, code
+
+
 @dataclass(kw_only=True, slots=True)
 class Demo:
     """One run of the demo."""
@@ -129,6 +154,10 @@ class Demo:
     places: Places
     console: Console
     seconds: dict[str, float] = field(default_factory=dict)
+    """Of each step; some run at the same time."""
+
+    started_s: float = field(default_factory=time.monotonic)
+    beside: list[_Beside] = field(default_factory=list)
 
     def run(self) -> int:
         """Go through all steps.
@@ -136,37 +165,39 @@ class Demo:
         Returns:
             0, or the exit code of the command that failed (of `hsdump verify` unless the store is clean).
         """
+        self.places.start_afresh()
+        try:
+            return self._steps()
+        except _StepFailed as failed:
+            self._say(f"the demo ends here: {failed.step} gave exit code {failed.code}")
+            return failed.code
+        finally:
+            for beside in self.beside:
+                beside.process.kill()
+
+    def _steps(self) -> int:
         places = self.places
-        places.start_afresh()
-        if code := self._ask():
-            return code
-        engine = ("--engine", "transformers", "--model", TARGET)
-        steps: tuple[tuple[str | Path, ...], ...] = (
-            ("extract", places.answers, *engine, "--layers", LAYERS, "--out", places.store),
-            ("verify", places.store),
-            ("vocab", places.store, "--size", "1024", "--held-out", "0.03"),
-            ("train", places.store, "--out", places.drafter, *TRAINING),
-            ("export", places.drafter, "--to", "sglang", "--out", places.exported("sglang")),
-            ("export", places.drafter, "--to", "vllm", "--out", places.exported("vllm")),
-        )
-        verdict = 0
-        for step in steps:
-            code = self._hsdump(*map(str, step))
-            verdict = code if step[0] == "verify" else verdict
-            if code and not (step[0] == "verify" and code in VERDICTS):
-                self._say(f"the demo ends here: hsdump {step[0]} gave exit code {code}")
-                return code
+        self._ask()
+        model = ("--engine", "transformers", "--model", TARGET, "--compute", "float32")
+        self._hsdump("extract", places.answers, *model, "--layers", LAYERS, "--out", places.store)
+        looking = self._start("verify", places.store)
+        self._hsdump("vocab", places.store, "--size", DRAFT_VOCAB, "--held-out", "0.03")
+        verdict = self._end(looking, tuple(VERDICTS))
+        self._hsdump("train", places.store, "--out", places.drafter, *TRAINING)
+        exporting = [self._start("export", places.drafter, "--to", to, "--out", places.exported(to)) for to in ENGINES]
         evaluation = self._evaluate()
+        for beside in exporting:
+            self._end(beside)
         with Store(places.store) as store:
             summary = self._summary(store, VERDICTS[verdict]) | evaluation
             places.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
             self.console.print(_explained(store, summary, places), soft_wrap=True, markup=False, highlight=False)
         return verdict or (0 if summary["lossless"] else 1)
 
-    def _ask(self) -> int:
+    def _ask(self) -> None:
         self._say(f"asking the demo's target ({_short(TARGET)}) how functions of the standard library go on")
         sizes = ("--learn", str(LEARN), "--test", str(TEST), "--new-tokens", str(NEW_TOKENS))
-        return self._run("answers", ["hsdump.demo.questions", str(TARGET), str(self.places.out), *sizes])
+        self._run("answers", ["hsdump.demo.questions", str(TARGET), str(self.places.out), *sizes])
 
     def _evaluate(self) -> dict[str, Any]:
         """Decode the test questions with the drafter and with an untrained one, and check what comes out."""
@@ -181,9 +212,9 @@ class Demo:
             "--untrained",
             "--json",
         )
-        self._say(f"$ {_as_typed('hsdump')} {shlex.join(map(str, words))} > {places.evaluation}")
+        self._say(f"{_typed(words)} > {places.evaluation}")
         with places.evaluation.open("wb") as file:
-            self._run("eval", ["hsdump.cli.main", *map(str, words)], file)
+            self._run("eval", ["hsdump.cli.main", *map(str, words)], file, known=(0, NOT_LOSSLESS))
         found = msgspec.json.decode(places.evaluation.read_bytes())
         return {
             "acceptance_length": found["walked"][0]["acceptance_length"],
@@ -192,21 +223,41 @@ class Demo:
             "lossless": found["lossless"] or len(found["differing"]) == found["near_ties"],
             "outputs_differing_at_ties": found["near_ties"],
             "prompts_decoded": found["walked"][0]["prompts"],
-            "seconds": {**self.seconds, "total": round(sum(self.seconds.values()), 2)},
         }
 
-    def _hsdump(self, *words: str) -> int:
+    def _hsdump(self, *words: str | Path) -> None:
         """Run one command as a user would, its output going straight to the terminal."""
-        self._say(f"$ {_as_typed('hsdump')} {shlex.join(words)}")
-        return self._run(words[0], ["hsdump.cli.main", *words])
+        self._say(_typed(words))
+        self._run(str(words[0]), ["hsdump.cli.main", *map(str, words)])
 
-    def _run(self, step: str, module: list[str], stdout: BinaryIO | None = None) -> int:
+    def _run(self, step: str, module: list[str], stdout: BinaryIO | None = None, known: Sequence[int] = (0,)) -> None:
         """Run a module as its own process and add up how long its step took."""
         started_s = time.monotonic()
-        command = [sys.executable, "-m", *module]
-        code = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=stdout, check=False).returncode
+        code = subprocess.run(_command(module), env=_environment(), stdout=stdout, check=False).returncode
+        self._took(step, started_s)
+        if code not in known:
+            raise _StepFailed(step, code)
+
+    def _start(self, *words: str | Path) -> _Beside:
+        """Start a command that runs beside the next one; what it prints is kept until `_end`."""
+        command = _command(["hsdump.cli.main", *map(str, words)])
+        process = subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.beside.append(_Beside(words, process, time.monotonic()))
+        return self.beside[-1]
+
+    def _end(self, beside: _Beside, known: Sequence[int] = (0,)) -> int:
+        """Wait for it, say what was typed and what came out. Gives one of the exit codes that are `known`."""
+        text, _ = beside.process.communicate()
+        step = str(beside.words[0])
+        self._took(step, beside.started_s)
+        self._say(_typed(beside.words))
+        self.console.print(text.decode(errors="replace"), end="", soft_wrap=True, markup=False, highlight=False)
+        if beside.process.returncode not in known:
+            raise _StepFailed(step, beside.process.returncode)
+        return beside.process.returncode
+
+    def _took(self, step: str, started_s: float) -> None:
         self.seconds[step] = round(self.seconds.get(step, 0.0) + time.monotonic() - started_s, 2)
-        return code
 
     def _say(self, text: str) -> None:
         self.console.print(f"\n{text}", style="bold", soft_wrap=True, markup=False, highlight=False)
@@ -227,7 +278,7 @@ class Demo:
             "dtype": shape.dtype,
             "final_state": shape.final_state,
             "verdict": verdict,
-            "seconds": {**self.seconds, "total": round(sum(self.seconds.values()), 2)},
+            "seconds": {**self.seconds, "total": round(time.monotonic() - self.started_s, 2)},
             "store": str(store.path),
             "hsdump_version": __version__,
         }
@@ -299,6 +350,18 @@ With a real server (SGLang 0.5.11 or later, hsdump installed beside it)
   hsdump extract chats.jsonl --server http://127.0.0.1:30000 --out STORE
   hsdump verify STORE
 """
+
+
+def _typed(words: Sequence[str | Path]) -> str:
+    return f"$ {_as_typed('hsdump')} {shlex.join(map(str, words))}"
+
+
+def _command(module: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", *module]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, **ENVIRONMENT}
 
 
 def _as_typed(script: str) -> str:

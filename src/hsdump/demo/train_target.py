@@ -29,9 +29,11 @@ from typing import Any, Final
 
 from hsdump.demo.tokenizer import END, START, make_tokenizer
 
-VOCAB_SIZE: Final = 2048
+VOCAB_SIZE: Final = 512
+"""Small, so that most tokens are pieces of words: what a model of this size can be sure of, and a drafter can learn."""
+
 MAX_POSITIONS: Final = 1024
-ROW_TOKENS: Final = 512
+ROW_TOKENS: Final = 384
 
 HELD_OUT: Final = frozenset(
     (
@@ -151,6 +153,8 @@ class Training:
     def __init__(self, model: Any, minutes: float, batch: int, seed: int, adam_lr: float = 4e-3) -> None:
         import torch
 
+        from hsdump.draft.muon import Muon
+
         named = [(name, weight) for name, weight in model.named_parameters() if not name.endswith("gate.weight")]
         inside = [weight for name, weight in named if weight.ndim == 2 and ".layers." in name]
         inside_ids = {id(weight) for weight in inside}
@@ -158,7 +162,7 @@ class Training:
         self.model, self.minutes, self.batch, self.seed = model, minutes, batch, seed
         self.started_s = time.monotonic()
         self.optimizers = [
-            torch.optim.Muon(inside, lr=0.02, weight_decay=0.05, adjust_lr_fn="original"),
+            Muon(inside, lr=6.5e-3, weight_decay=0.1),
             torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.01),
         ]
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(one, self._share) for one in self.optimizers]
@@ -182,7 +186,9 @@ class Training:
         """Take one step; the loss is a scalar that stays on the device."""
         import torch
 
-        with torch.autocast(self.device.split(":")[0], dtype=torch.bfloat16):
+        device = self.device.split(":")[0]
+        # Not every CPU has instructions for bfloat16, and without them it takes ten times as long.
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=device != "cpu"):
             hidden = self.model.model(ids_BT[:, :-1], use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden)
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids_BT[:, 1:].flatten())
@@ -200,7 +206,7 @@ def held_out_loss(model: Any, rows: Any) -> float:
     import torch
 
     losses = []
-    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.inference_mode():
         for ids in rows.split(16):
             logits = model(ids[:, :-1]).logits.float()
             losses.append(float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())))
@@ -267,7 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hsdump.demo.train_target")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--minutes", type=float, default=40.0)
-    parser.add_argument("--batch", type=int, default=4, help=f"rows of {ROW_TOKENS} tokens")
+    parser.add_argument("--batch", type=int, default=5, help=f"rows of {ROW_TOKENS} tokens")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     train(options.out, minutes=options.minutes, batch=options.batch, seed=options.seed)

@@ -68,7 +68,8 @@ class EmbeddedEngine:
         if dtype is not None and dtype not in DTYPE_BYTES:
             raise UsageError(f"dtype {dtype} cannot be captured", f"use one of {', '.join(DTYPE_BYTES)}")
         assert compute in COMPUTE, compute
-        self.model_path = model_path
+        # A store is read from other folders too.
+        self.model_path = str(Path(model_path).resolve()) if Path(model_path).is_dir() else model_path
         self._layers, self._device, self._dtype, self._final_state = layers, device, dtype, final_state
         self._compute = compute
         self._rounded: Any = None
