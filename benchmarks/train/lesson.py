@@ -32,12 +32,12 @@ OPTIONS = TrainOptions(
     optimizer="muon",
     tokens=2048,
     epochs=12,
-    max_steps=130,
-    lr=4e-3,
+    max_steps=140,
+    lr=8e-3,
     warmup=20,
     clip=1.0,
     held_out=0.04,
-    validate_every=130,
+    validate_every=140,
     save_every=20,
 )
 """As the demo's, and fewer steps: enough for a sound drafter to be far from an untrained one."""

@@ -29,15 +29,16 @@ def drafter() -> Drafter:
     """Give an untrained drafter of the demo's target; half of its vocabulary."""
     target = Target(TARGET)
     facts = {
-        "vocab_size": 2048,
-        "draft_vocab_size": 1024,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": target.vocab_size // 2,
         "layers": [2, 4, 5],
         "num_target_layers": 8,
         "target_class": "LlamaForCausalLM",
         "target_path": str(TARGET),
         "target_digest": "",
     }
-    made = Drafter(new_config(target.checkpoint, Widths(), facts), DraftVocab.of(range(0, 2048, 2), 2048))
+    every_other = DraftVocab.of(range(0, target.vocab_size, 2), target.vocab_size)
+    made = Drafter(new_config(target.checkpoint, Widths(), facts), every_other)
     init_drafter(made, target.head_rows(made.vocab.target_ids), target.embeddings(), 0)
     made.eval()
     return made
@@ -48,7 +49,7 @@ def test_greedy_output_is_the_targets_own(drafter: Drafter, draft_tokens: int) -
     """Random rows of the head guess right now and then, so whole, half and empty drafts all occur."""
     target = load_target(drafter, None)
     torch.manual_seed(0)
-    walks = [Walk(prompt=torch.randint(3, 2048, (length,)).tolist()) for length in (5, 20, 33)]
+    walks = [Walk(prompt=torch.randint(3, drafter.config.vocab_size, (length,)).tolist()) for length in (5, 20, 33)]
     decode(drafter, target, walks, Decoding(new_tokens=24, draft_tokens=draft_tokens))
     for walked in walks:
         # A tie of two tokens may be decided by rounding; the report calls it one, and so does this test.
@@ -62,7 +63,7 @@ def test_greedy_output_is_the_targets_own(drafter: Drafter, draft_tokens: int) -
 def test_sampling_stays_inside_the_vocabulary(drafter: Drafter) -> None:
     walks = [Walk(prompt=[5, 6, 7])]
     decode(drafter, load_target(drafter, None), walks, Decoding(new_tokens=16, temperature=1.0, seed=3))
-    assert all(0 <= token < 2048 for token in walks[0].output)
+    assert all(0 <= token < drafter.config.vocab_size for token in walks[0].output)
     assert not walks[0].plain
 
 

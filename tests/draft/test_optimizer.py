@@ -55,8 +55,8 @@ def test_muon_needs_whole_matrices(tmp_path: Path) -> None:
 
 
 def test_muon_takes_torchs_steps() -> None:
-    """torch's reckons in bfloat16. Its steps differ from the exact ones by that rounding: 2**-9 in each of 3 products of
-    5 iterations, whose errors add up in the root mean square and are stretched by the iteration's gain of 3.4.
+    """torch's reckons in bfloat16. Its steps differ from the exact ones by that rounding: 2**-9 in each of 3 products
+    of 5 iterations, whose errors add up in the root mean square and are stretched by the iteration's gain of 3.4.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = ((24, 16), (16, 40), (16, 16))

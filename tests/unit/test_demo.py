@@ -12,7 +12,7 @@ import pytest
 from hsdump._version import __version__
 from hsdump.demo import run, tokenizer, train_target
 from hsdump.demo.run import MARKER, PROMPTS, Demo, Places, main
-from hsdump.errors import UsageError
+from hsdump.errors import InputError, StoreError, UsageError
 from hsdump.store import Store
 
 SCRIPTS = {
@@ -161,10 +161,27 @@ def test_answers_are_those_of_generate() -> None:
 def test_a_step_that_fails_ends_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Demo, "_ask", lambda _self: 0)
-    monkeypatch.setattr(Demo, "_hsdump", lambda _self, verb, *_words: 65 if verb == "extract" else pytest.fail(verb))
-    assert main(["--out", str(tmp_path / "out")]) == 65
-    assert "the demo ends here: hsdump extract gave exit code 65" in capsys.readouterr().out
+    monkeypatch.setattr(Demo, "_ask", lambda _self: None)
+    assert main(["--out", str(tmp_path / "out")]) == InputError.exit_code, "there are no answers to read"
+    assert f"the demo ends here: hsdump extract gave exit code {InputError.exit_code}" in capsys.readouterr().out
+
+
+def test_a_step_beside_another_that_fails_ends_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+
+    def steps(self: Demo) -> int:
+        started.extend([self._start("verify", tmp_path / "nothing"), self._start("--help")])
+        return self._end(started[0])
+
+    monkeypatch.setattr(Demo, "_steps", steps)
+    assert main(["--out", str(tmp_path / "out")]) == StoreError.exit_code
+    shown = capsys.readouterr().out
+    assert f"hsdump verify {tmp_path / 'nothing'}" in shown
+    assert "fix:" in shown
+    assert f"the demo ends here: hsdump verify gave exit code {StoreError.exit_code}" in shown
+    assert all(beside.process.returncode is not None for beside in started), "nothing goes on alone"
 
 
 def test_stopping_at_the_keyboard(

@@ -173,7 +173,8 @@ class Demo:
             return failed.code
         finally:
             for beside in self.beside:
-                beside.process.kill()
+                with beside.process:
+                    beside.process.kill()
 
     def _steps(self) -> int:
         places = self.places
@@ -236,7 +237,7 @@ class Demo:
         code = subprocess.run(_command(module), env=_environment(), stdout=stdout, check=False).returncode
         self._took(step, started_s)
         if code not in known:
-            raise _StepFailed(step, code)
+            raise _StepFailed(step if step == "answers" else f"hsdump {step}", code)
 
     def _start(self, *words: str | Path) -> _Beside:
         """Start a command that runs beside the next one; what it prints is kept until `_end`."""
@@ -253,7 +254,7 @@ class Demo:
         self._say(_typed(beside.words))
         self.console.print(text.decode(errors="replace"), end="", soft_wrap=True, markup=False, highlight=False)
         if beside.process.returncode not in known:
-            raise _StepFailed(step, beside.process.returncode)
+            raise _StepFailed(f"hsdump {step}", beside.process.returncode)
         return beside.process.returncode
 
     def _took(self, step: str, started_s: float) -> None:
