@@ -25,7 +25,7 @@ def compare(
     store_b: Path = typer.Argument(..., help="Another, with the same tokens: the one to measure against."),
     samples: int = typer.Option(None, min=1, help="Look at this many of the common samples only."),
     seed: int = typer.Option(0, help="Which samples --samples chooses."),
-    html: Path = typer.Option(None, help="Write a page with plots (needs the extra hsdump[report])."),
+    html: Path = typer.Option(None, help="Write a page with plots (needs the extra report of hsdump)."),
     json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
 ) -> None:
     """Compare two engines, versions, settings, codecs or phases by their states, sample by sample.

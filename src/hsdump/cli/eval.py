@@ -33,7 +33,7 @@ def evaluate(
     all_: bool = typer.Option(False, "--all", help="On all samples of the store."),
     prompts: Path = typer.Option(None, help="Decode these questions for real, with the target in this process."),
     limit: int = typer.Option(None, min=1, help="Most prompts."),
-    model: str = typer.Option(None, help="The target's folder.  [default: where training read it]"),
+    model: str = typer.Option(None, show_default="where training read it", help="The target's folder."),
     checkpoint: str = typer.Option("best", help="best or last."),
     new_tokens: int = typer.Option(128, min=2, help="Longest answer."),
     draft_tokens: int = typer.Option(3, min=1, max=16, help="Tokens of a draft."),

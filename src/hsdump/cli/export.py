@@ -32,7 +32,7 @@ def export(
     drafter: Path = typer.Argument(..., help="Folder that `hsdump train --out` wrote."),
     to: str = typer.Option(..., "--to", help="sglang, or vllm (the speculators form)."),
     out: Path = typer.Option(..., help="A new folder."),
-    target: str = typer.Option(None, help="The target as vLLM will know it.  [default: where training read it]"),
+    target: str = typer.Option(None, show_default="where training read it", help="The target as vLLM will know it."),
     checkpoint: str = typer.Option("best", help="best or last."),
     draft_tokens: int = typer.Option(3, min=1, help="Draft tokens that the speculators form names as its default."),
     server: str = typer.Option(None, help="URL where that engine serves, or will serve, the target with this drafter."),

@@ -50,7 +50,7 @@ def extract(
     compute: str = typer.Option(
         "model", help="With --engine transformers: the model's own dtype, or float32, faster on many CPUs."
     ),
-    model: str = typer.Option(None, help="Model folder (tokenizer).  [default: what the server names]"),
+    model: str = typer.Option(None, show_default="what the server names", help="Model folder (tokenizer)."),
     layers: str = typer.Option("auto", help="Which of the captured layers to store, or auto for all of them."),
     final: str = typer.Option(
         "post-norm", help="Final state: post-norm; with --engine transformers also pre-norm or both."

@@ -32,7 +32,7 @@ def run(
     ),
     out: Path = typer.Option(..., "--out", help="Samples file for extract. The same command goes on where it stopped."),
     server: str = typer.Option(..., help="URL of any SGLang server of the target; its key in HSDUMP_API_KEY."),
-    model: str | None = typer.Option(None, help="Model folder (tokenizer, template).  [default: as served]"),
+    model: str | None = typer.Option(None, show_default="as served", help="Model folder (tokenizer, template)."),
     n: int = typer.Option(1, "--n", min=1, max=1000, help="Answers to each prompt."),
     temperature: float = typer.Option(1.0, min=0.0, help="0 is greedy; 1 is the model's own distribution."),
     top_p: float = typer.Option(1.0, min=0.0, max=1.0, help="Sample from the likeliest tokens of this total only."),

@@ -31,6 +31,9 @@ TARGET = typer.Option(None, help="Put the tap into this model file's forward loo
 FORCE = typer.Option(False, help="Although a server seems to run, or GPU memory is held.")
 CHECK = typer.Option(True, help="Prove that SGLang imports in its environment.")
 
+EXAMPLES = {"apply": " --reason TICKET-7", "status": " --json", "diff": " --target models/deepseek_v2.py"}
+"""What some verbs have behind the interpreter."""
+
 
 def add_to(app: typer.Typer) -> None:
     verbs = typer.Typer(
@@ -40,7 +43,8 @@ def add_to(app: typer.Typer) -> None:
         epilog="Example:  hsdump patch apply --python /opt/sglang/bin/python --reason TICKET-7",
     )
     for name, command in COMMANDS.items():
-        verbs.command(name)(command)
+        example = f"Example:  hsdump patch {name} --python /opt/sglang/bin/python{EXAMPLES.get(name, '')}"
+        verbs.command(name, epilog=example)(command)
     app.add_typer(verbs)
 
 

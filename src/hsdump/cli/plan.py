@@ -57,7 +57,7 @@ def plan(
     hidden_size: int = typer.Option(None, min=1, help="Without a model: width of a state."),
     states: int = typer.Option(4, min=1, help="Without a model: states a token, the final one included."),
     dtype: str = typer.Option("bfloat16", help="Without a model: bfloat16, float16 or float32."),
-    max_tokens: int = typer.Option(None, min=1, help="Longer samples are left out.  [default: the context]"),
+    max_tokens: int = typer.Option(None, min=1, show_default="the context", help="Longer samples are left out."),
     concurrency: int = typer.Option(16, min=1, help="Requests in flight, for the recommended spool."),
     disk_reserve: int = typer.Option(1 << 30, min=0, help="Bytes of the disk that extract leaves free."),
     chat_template: Path = typer.Option(None, help="A template file to use instead of the tokenizer's."),

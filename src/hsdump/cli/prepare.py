@@ -26,10 +26,12 @@ from hsdump.prompts.show import show_sample
 ROWS_LOST = 3
 """Exit code: samples were written, and some rows were damaged (`--skip-bad-rows` makes it 0)."""
 
+EPILOG = "Example:  hsdump prepare chats.jsonl --model /models/Kimi-K2.5 --out chats.parquet"
+
 
 def add_to(app: typer.Typer) -> None:
     """Register the verb."""
-    app.command("prepare")(prepare)
+    app.command("prepare", epilog=EPILOG)(prepare)
 
 
 def prepare(

@@ -24,7 +24,7 @@ def add_to(app: typer.Typer) -> None:
 
 def probe(
     server: str = typer.Option(..., help="URL of a server with capture on; its key in HSDUMP_API_KEY."),
-    model: str = typer.Option(None, help="The served checkpoint's folder.  [default: where the server read it]"),
+    model: str = typer.Option(None, show_default="where the server read it", help="The served checkpoint's folder."),
     depth: str = typer.Option("ends", help="ends: only the layers below the lowest and above the highest; or all."),
     fresh: bool = typer.Option(False, help="Probe again although this very server was probed before."),
     spool: Path = typer.Option(None, help="The server's spool, where it cannot be found (containers)."),

@@ -29,7 +29,7 @@ def prove(
     server: str = typer.Option(..., help="The server that the states are said to be of; its key in HSDUMP_API_KEY."),
     samples: int = typer.Option(64, min=ALL, help="Samples to look at, 0 for all; 300 show 1 % of wrong ones."),
     seed: int = typer.Option(0, help="Which samples --samples chooses."),
-    model: str = typer.Option(None, help="The served checkpoint's folder.  [default: where the server read it]"),
+    model: str = typer.Option(None, show_default="where the server read it", help="The served checkpoint's folder."),
     text: bool = typer.Option(True, help="--no-text: the tokens never were text of a conversation."),
     spool: Path = typer.Option(None, help="The server's spool, where it cannot be found (containers)."),
     json: bool = typer.Option(False, "--json", help="Print the proof as JSON."),

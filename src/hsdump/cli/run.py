@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import typer
 
-from hsdump.cli.serve import check_serving
+from hsdump.cli.serving import (
+    DEFAULT_SPOOL_BYTES,
+    HandOver,
+    Layers,
+    Python,
+    SglangArgs,
+    Spool,
+    SpoolBytes,
+    StagingBytes,
+    check_serving,
+)
 from hsdump.launch.command import ServeOptions
 from hsdump.launch.cycle import run_patched
 from hsdump.patch.site import find_site
@@ -23,15 +32,13 @@ def add_to(app: typer.Typer) -> None:
 
 
 def run(
-    sglang_args: list[str] = typer.Argument(None, metavar="-- SGLANG_ARGS...", help="Your own SGLang arguments."),
-    python: str = typer.Option(sys.executable, help="Interpreter of the environment that SGLang lives in."),
-    layers: str = typer.Option("auto", help="As for `hsdump serve`."),
-    spool: Path = typer.Option(None, help="Hand-over folder in shared memory.  [default: a fresh /dev/shm/hsdump-*]"),
-    spool_bytes: int = typer.Option(8 << 30, min=1 << 20, help="The server refuses captures beyond this many bytes."),
-    staging_bytes: int = typer.Option(
-        None, min=1 << 20, help="GPU memory that rows pass through, in each copying process.  [default: 380 MB at most]"
-    ),
-    hand_over: str = typer.Option("auto", help="files, ring, or auto: files on a CPU, a ring on an accelerator."),
+    sglang_args: SglangArgs = None,
+    layers: Layers = "auto",
+    spool: Spool = None,
+    spool_bytes: SpoolBytes = DEFAULT_SPOOL_BYTES,
+    staging_bytes: StagingBytes = None,
+    hand_over: HandOver = "auto",
+    python: Python = sys.executable,
     target: str = typer.Option(None, help="Put the tap into this model file's forward loop: models/deepseek_v2.py."),
     reason: str = typer.Option("", help="Why, for the journal."),
     accept_modified: bool = typer.Option(False, help="Patch files that differ from what was installed."),

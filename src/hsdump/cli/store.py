@@ -32,11 +32,26 @@ JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Say what would be done, and do nothing.")
 SHARD_BYTES = typer.Option(1 << 30, min=1 << 16, help="Size at which a shard is closed.")
 
+EXAMPLES = {
+    "info": "/data/kimi-store",
+    "ls": "/data/kimi-store --failed",
+    "show": "0 --store /data/kimi-store",
+    "scrub": "/data/kimi-store --repair",
+    "merge": "/data/part-a /data/part-b --out /data/kimi-store",
+    "split": "/data/kimi-store --out /data/train --out /data/test --shares 0.95,0.05",
+    "rm": "3f2a9c --store /data/kimi-store --dry-run",
+    "recode": "/data/kimi-store --codec blosc2 --out /data/kimi-small",
+    "export": "/data/kimi-store --to specforge --out /data/for-specforge",
+    "push": "/data/kimi-store s3://bucket/kimi-store --local-bytes 100000000000",
+    "release": "s3://bucket/kimi-store",
+}
+"""Of each verb, what is typed behind it."""
+
 
 def add_to(app: typer.Typer) -> None:
     verbs = typer.Typer(name="store", help="Look into a store, repair it, make stores of stores.", no_args_is_help=True)
     for name, command in COMMANDS.items():
-        verbs.command(name)(command)
+        verbs.command(name, epilog=f"Example:  hsdump store {name} {EXAMPLES[name]}")(command)
     app.add_typer(verbs)
 
 
@@ -181,7 +196,7 @@ def export(
 
 def push(
     store: Path = STORE,
-    url: str = typer.Argument(None, help="Where to, as s3://bucket/folder.  [default: where it is going already]"),
+    url: str = typer.Argument(None, show_default="where it is going already", help="Where to, as s3://bucket/folder."),
     local_bytes: int = typer.Option(None, min=0, help="Delete uploaded shards here beyond so many bytes."),
     json: bool = JSON,
 ) -> None:

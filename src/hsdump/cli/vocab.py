@@ -28,11 +28,11 @@ def add_to(app: typer.Typer) -> None:
 
 def vocab(
     store: Path = typer.Argument(..., help="Folder that `hsdump extract --out` wrote."),
-    size: int = typer.Option(None, help="Tokens of the draft vocabulary.  [default: the recommended size]"),
+    size: int = typer.Option(None, show_default="the recommended size", help="Tokens of the draft vocabulary."),
     exact: bool = typer.Option(False, "--exact", help="Every token of the target; no mapping."),
     from_: Path = typer.Option(None, "--from", help="A mapping or a drafter to use again; says what it covers here."),
-    out: Path = typer.Option(None, help="The file to write.  [default: STORE.vocab.safetensors]"),
-    model: str = typer.Option(None, help="The target's folder (tokenizer).  [default: what the store names]"),
+    out: Path = typer.Option(None, show_default="STORE.vocab.safetensors", help="The file to write."),
+    model: str = typer.Option(None, show_default="what the store names", help="The target's folder (tokenizer)."),
     held_out: float = typer.Option(0.05, min=0.0, max=0.9, help="Share of the samples to test coverage on."),
     json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
 ) -> None:

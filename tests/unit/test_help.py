@@ -1,0 +1,41 @@
+"""What `--help` shows: rich takes words in square brackets for markup and shows nothing in their place."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from rich.text import Text
+
+from hsdump.cli.main import build_app
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for word, below in getattr(command, "commands", {}).items():
+        yield from _commands(below, f"{name} {word}")
+
+
+def test_every_word_of_a_help_text_is_shown() -> None:
+    commands = list(_commands(typer.main.get_command(build_app()), "hsdump"))
+    assert len(commands) > 25
+    for name, command in commands:
+        texts = [command.help, command.epilog, *(getattr(option, "help", None) for option in command.params)]
+        for text in filter(None, texts):
+            assert Text.from_markup(text).plain == text, f"{name}: {text}"
+
+
+def test_every_command_shows_an_example_that_it_would_take() -> None:
+    for name, command in _commands(typer.main.get_command(build_app()), "hsdump"):
+        if hasattr(command, "commands"):
+            continue
+        assert command.epilog, f"{name} has no example"
+        examples = [line.split(":", 1)[-1] if "Example" in line else line for line in command.epilog.splitlines()]
+        for example in filter(None, map(str.strip, examples)):
+            words, verbs = shlex.split(example), name.split()
+            while "=" in words[0]:  # the environment
+                words.pop(0)
+            assert words[: len(verbs)] == verbs
+            command.make_context(verbs[-1], words[len(verbs) :])  # parses, and runs nothing
