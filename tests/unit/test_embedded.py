@@ -15,7 +15,7 @@ import transformers
 
 from hsdump.arrays import NUMPY_DTYPES, StateArray, to_float32
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest
-from hsdump.engines.embedded import EmbeddedEngine, _decoder_parts
+from hsdump.engines.embedded import EmbeddedEngine, _cpu_has_bfloat16, _decoder_parts
 from hsdump.errors import InputError, ServerError, UsageError
 
 VOCAB = 128
@@ -291,3 +291,20 @@ def test_a_model_without_a_context_length_says_so(tmp_path: Path) -> None:
     engine = EmbeddedEngine(str(tmp_path), layers=(1,))
     assert engine.handshake().notes == ("the model's config names no context length: none is checked",)
     assert len(capture(engine, [1] * (CONTEXT + 1)).token_ids) == CONTEXT + 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"),
+    [("flags : fpu avx2 avx512f", False), ("flags : amx_bf16 amx_tile", True), ("Features : asimd bf16", True)],
+)
+def test_a_cpu_without_bfloat16_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, has: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    assert _cpu_has_bfloat16(tmp_path / "cpuinfo") is has
+    assert _cpu_has_bfloat16(tmp_path / "nothing"), "where nobody can say, nobody is told"
+    monkeypatch.setattr("hsdump.engines.embedded._cpu_has_bfloat16", lambda: has)
+    path = save_llama(tmp_path, torch.bfloat16)
+    told = "this CPU has no instructions for bfloat16: --compute float32 is several times as fast"
+    assert EmbeddedEngine(str(path), layers=(2,)).handshake().notes == (() if has else (told,))
+    assert told not in EmbeddedEngine(str(path), layers=(2,), compute="float32").handshake().notes

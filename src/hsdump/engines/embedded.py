@@ -125,6 +125,8 @@ class EmbeddedEngine:
         notes = [] if context else ["the model's config names no context length: none is checked"]
         if self._rounded is not None:
             notes.append(f"computed in float32, the states rounded to {str(self._rounded).removeprefix('torch.')}")
+        elif "bfloat16" in str(self._model.dtype) and self._model.device.type == "cpu" and not _cpu_has_bfloat16():
+            notes.append("this CPU has no instructions for bfloat16: --compute float32 is several times as fast")
         return tuple(notes)
 
     async def capture(self, request: CaptureRequest) -> CapturedSample:
@@ -191,6 +193,15 @@ class EmbeddedEngine:
         assert self._info is not None, "handshake first"
         assert self._model is not None, "closed"
         return self._info
+
+
+def _cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Tell whether this CPU multiplies bfloat16 itself: AMX, AVX-512 BF16, or ARM's. True where nobody can say."""
+    try:
+        words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return True
+    return bool(words & {"amx_bf16", "avx512_bf16", "bf16", "svebf16"})
 
 
 def _imports() -> tuple[Any, Any]:
