@@ -46,15 +46,21 @@ class AliveLock:
         os.pwrite(self._fd, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        """Give it back and remove the file."""
+        """Give it back and remove the file, if it is still this one."""
         if self._fd is not None:
-            self.path.unlink(missing_ok=True)
+            if self.in_place:
+                self.path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = None
 
+    @property
+    def in_place(self) -> bool:
+        """Whether others see it: nobody removed its file, or the folder around it."""
+        return self._fd is not None and _is_at(self.path, self._fd)
+
 
 def _open_locked(path: Path) -> int:
-    while True:
+    for _ in range(TRIES):
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         if not take(fd):
             os.close(fd)
@@ -62,6 +68,7 @@ def _open_locked(path: Path) -> int:
         if _is_at(path, fd):
             return fd
         os.close(fd)  # between opening and locking, somebody took the unlocked file for a dead process's
+    raise OSError(f"{path} is removed again and again, or its file system has no lasting inodes")
 
 
 def _is_at(path: Path, fd: int) -> bool:
@@ -84,7 +91,7 @@ def left_behind(path: Path) -> Iterator[bool]:
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         yield False
         return
     try:
@@ -99,11 +106,16 @@ def left_behind(path: Path) -> Iterator[bool]:
 
 
 def is_held(path: Path) -> bool:
-    """Tell whether a living process holds the lock at `path`; a missing file counts as free."""
+    """Tell whether a living process holds the lock at `path`.
+
+    A missing file counts as free, and one of another user as held: nobody here can know better.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
+    except PermissionError:
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hsdump import locks
 from hsdump.cli.main import main
 from hsdump.errors import SpoolError, UsageError
 from hsdump.launch.command import ServeOptions, build_command, check_environment
 from hsdump.launch.supervise import make_spool
-from hsdump.spool.sweep import remove_spool
+from hsdump.sglang.announce import Announcement
+from hsdump.spool.sweep import remove_held
 
 
 def options(tmp_path: Path, **changes: object) -> ServeOptions:
@@ -123,9 +125,36 @@ def test_what_a_killed_server_left_in_its_spool_goes_and_what_others_added_later
     assert sorted(path.name for path in folder.iterdir()) == ["clients", "failed", "launcher.lock", "partial", "ready"]
     assert list((folder / "ready").iterdir()) == []
     (folder / "notes.txt").write_text("x")
-    lock.release()
-    remove_spool(folder)
+    remove_held(lock)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_the_spool_of_a_running_server_is_left_alone(tmp_path: Path) -> None:
+    """One that was started by hand holds no launcher's lock."""
+    server = Announcement(tmp_path / "hsdump-spool")
+    with pytest.raises(SpoolError, match="is the spool of a server that is running"):
+        make_spool(options(tmp_path))
+    assert server._lock.in_place
+    server._lock.release()
+    make_spool(options(tmp_path)).release()
+
+
+def test_a_launcher_that_waits_for_another_ones_end_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, take = make_spool(options(tmp_path)), locks.take
+
+    def take_after_the_end(fd: int) -> bool:
+        monkeypatch.setattr(locks, "take", take)
+        remove_held(first)
+        return take(fd)
+
+    monkeypatch.setattr(locks, "take", take_after_the_end)
+    second = make_spool(options(tmp_path))
+    assert second.in_place
+    assert {path.name for path in (tmp_path / "hsdump-spool").iterdir()} >= {"partial", "ready", "failed", "clients"}
+    first.release()
+    assert second.in_place, "only its own lock is given back"
 
 
 def test_one_spool_has_one_launcher(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hsdump.errors import SpoolError
 from hsdump.locks import AliveLock, is_held
 from hsdump.schema import StateShape
 from hsdump.sglang.announce import Announcement
+from hsdump.spool import sweep
 from hsdump.spool.entry import decode_header, encode_header, entry_bytes
 from hsdump.spool.names import Rid, SpoolPaths, new_run
 from hsdump.spool.reader import FailedNote, ReadyEntry, SpoolReader
@@ -235,11 +236,71 @@ def test_a_look_at_a_lock_does_not_refuse_its_owner(tmp_path: Path) -> None:
         lock.result().release()
 
 
-def test_a_sweep_waits_for_no_server_that_starts(tmp_path: Path, root: Path) -> None:
-    """The launcher of a folder that was used before takes its lock between a sweep's look and its removal."""
+def test_a_sweep_leaves_a_folder_alone_in_which_a_server_starts(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher, or the server itself, takes its lock between a sweep's look and its removal."""
     launcher = AliveLock(SpoolPaths(root).launcher_lock)
     assert _remove_abandoned(root) == Swept()
-    assert SpoolPaths(root).partial.is_dir()
     launcher.release()
+    look, started = sweep.is_abandoned, []
+
+    def look_and_start(place: Path, *, besides: Path | None = None) -> bool:
+        found = look(place, besides=besides)
+        if not started:
+            started.append(Announcement(root))
+        return found
+
+    monkeypatch.setattr(sweep, "is_abandoned", look_and_start)
+    assert _remove_abandoned(root) == Swept()
+    assert started[0]._lock.in_place
+    assert SpoolPaths(root).partial.is_dir()
+    started[0]._lock.release()
     assert sweep_dead_spools(tmp_path).spools == (str(root),)
-    assert not root.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_moves_in_although_a_sweep_takes_the_folder_away(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = locks.take
+
+    def take_after_the_sweep(fd: int) -> bool:
+        monkeypatch.setattr(locks, "take", take)
+        assert sweep_dead_spools(tmp_path).spools == (str(root),)
+        return take(fd)
+
+    monkeypatch.setattr(locks, "take", take_after_the_sweep)
+    server = Announcement(root)
+    assert server._lock.in_place
+    assert all(folder.is_dir() for folder in SpoolPaths(root).folders())
+
+
+def test_a_removal_that_was_cut_short_is_ended_by_the_next_sweep(tmp_path: Path) -> None:
+    half = tmp_path / "hsdump-x-77.dead"
+    half.mkdir()
+    (half / "ring-7").write_text("x")
+    assert sweep_dead_spools(tmp_path).spools == (str(half),)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_while_moving_in_gives_the_lock_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Announcement, "_remove_dead", lambda _self: (_ for _ in ()).throw(RuntimeError("disk")))
+        with pytest.raises(RuntimeError):
+            Announcement(root)
+    (root / "server-foo.lock").touch()
+    Announcement(root).decline("disk")
+    assert "disk" in SpoolPaths(root).server_file(os.getpid()).read_text()
+
+
+def test_another_users_lock_counts_as_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError
+
+    path = tmp_path / "a.lock"
+    path.touch()
+    monkeypatch.setattr(locks.os, "open", refuse)
+    assert is_held(path)
+    with locks.left_behind(path) as dead:
+        assert not dead

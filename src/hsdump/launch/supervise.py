@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,9 +10,9 @@ from types import FrameType
 
 from hsdump.errors import SpoolError
 from hsdump.launch.command import ServeCommand, ServeOptions
-from hsdump.locks import AliveLock
+from hsdump.locks import TRIES, AliveLock, is_held
 from hsdump.spool.names import SpoolPaths
-from hsdump.spool.sweep import list_strangers, remove_spool
+from hsdump.spool.sweep import clear_spool, list_strangers, remove_held
 
 
 def make_spool(options: ServeOptions) -> AliveLock:
@@ -27,9 +28,13 @@ def make_spool(options: ServeOptions) -> AliveLock:
                 f"{paths.root} is no spool: it holds {', '.join(strangers[:3])}",
                 f"name a folder of its own with --spool, such as {paths.root}/hsdump-spool",
             )
-        paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = AliveLock(paths.launcher_lock)
-        remove_spool(paths.root, keep=lock.path)  # what a killed server of this spool left
+        lock = _hold(paths)
+        if any(is_held(server) for server in paths.root.glob("server-*.lock")):
+            lock.release()
+            raise SpoolError(
+                f"{paths.root} is the spool of a server that is running", "leave --spool out, or name another folder"
+            )
+        clear_spool(lock)  # what a killed server of this spool left
         for folder in paths.folders():
             folder.mkdir(mode=0o700, exist_ok=True)
     except BlockingIOError:
@@ -41,13 +46,21 @@ def make_spool(options: ServeOptions) -> AliveLock:
     stat = os.statvfs(paths.root)
     total = stat.f_blocks * stat.f_frsize
     if options.spool_bytes > total:
-        lock.release()
-        remove_spool(paths.root)
+        remove_held(lock)
         raise SpoolError(
             f"--spool-bytes {options.spool_bytes} is more than all of the file system under {paths.root} ({total})",
             f"use --spool-bytes {total // 2}, or enlarge it (docker: --shm-size, Kubernetes: emptyDir sizeLimit)",
         )
     return lock
+
+
+def _hold(paths: SpoolPaths) -> AliveLock:
+    """Make the folder and take its lock, again where a sweep of what was there before takes the folder away."""
+    for _ in range(TRIES):
+        paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return AliveLock(paths.launcher_lock)
+    raise OSError("it is removed again and again")
 
 
 def run_server(options: ServeOptions, command: ServeCommand) -> int:
@@ -69,6 +82,5 @@ def run_server(options: ServeOptions, command: ServeCommand) -> int:
         child = subprocess.Popen(command.argv, env={**options.environment, **command.variables})
         code = child.wait()
     finally:
-        lock.release()
-        remove_spool(options.spool)
+        remove_held(lock)
     return 128 - code if code < 0 else code

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hsdump.locks import AliveLock, left_behind
+from hsdump.locks import TRIES, AliveLock, left_behind
 from hsdump.schema import EngineInfo
 from hsdump.spool.names import SpoolPaths
 
@@ -19,19 +19,39 @@ class Announcement:
     def __init__(self, root: Path) -> None:
         """Make the spool's folders, readable by this user only: states and tokens are people's conversations."""
         self._paths = SpoolPaths(root)
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = AliveLock(self._paths.server_lock(os.getpid()))
-        for folder in self._paths.folders():
-            folder.mkdir(mode=0o700, exist_ok=True)
-        self._remove_dead()
+        self._lock = self._move_in()
+
+    def _move_in(self) -> AliveLock:
+        """Again where a sweep of what was there before takes the folder away at this moment."""
+        for _ in range(TRIES):
+            self._paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                lock = AliveLock(self._paths.server_lock(os.getpid()))
+            except FileNotFoundError:
+                continue
+            try:
+                for folder in self._paths.folders():
+                    folder.mkdir(mode=0o700, exist_ok=True)
+                self._remove_dead()
+                if lock.in_place and all(folder.is_dir() for folder in self._paths.folders()):
+                    return lock
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                lock.release()
+                raise
+            lock.release()
+        raise OSError(f"{self._paths.root} is removed again and again")
 
     def _remove_dead(self) -> None:
         """Take away what killed processes of this spool left: a ring is gigabytes of memory."""
         for lock in list(self._paths.root.glob("server-*.lock")):
+            number = lock.stem.removeprefix("server-")
+            if not number.isdecimal():
+                continue
             with left_behind(lock) as dead:
                 if dead:
-                    pid = int(lock.stem.split("-")[1])
-                    for path in (self._paths.ring(pid), self._paths.server_file(pid), lock):
+                    for path in (self._paths.ring(int(number)), self._paths.server_file(int(number)), lock):
                         path.unlink(missing_ok=True)
 
     def offer(self, info: EngineInfo, *, host: str, port: int, ring: str | None = None) -> None:

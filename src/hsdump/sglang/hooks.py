@@ -119,7 +119,7 @@ class ServerCapture:
         logger.error("hsdump captures nothing: %s", reason)
         try:
             self._announce().decline(reason, host=host, port=port)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - a process border, as above
             logger.error("hsdump cannot announce that either: %s", error)
 
     def _set_up(self, runner: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from pathlib import Path
 
 from hsdump.locks import AliveLock, is_held, left_behind
 from hsdump.spool.names import PREFIX, SHARED_MEMORY, Rid, SpoolPaths, is_run
+
+DEAD = ".dead"
+"""Ends the name of a spool that is being removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +52,46 @@ def is_abandoned(root: Path, *, besides: Path | None = None) -> bool:
     """Tell whether a spool has no living server, launcher or client, `besides` the owner of one lock."""
     paths = SpoolPaths(root)
     locks = [*root.glob("*.lock"), *paths.clients.glob("*.lock")]
-    return paths.partial.is_dir() and not any(is_held(lock) for lock in locks if lock != besides)
+    is_spool = paths.partial.is_dir() or root.name.endswith(DEAD)
+    return is_spool and not any(is_held(lock) for lock in locks if lock != besides)
 
 
 def sweep_dead_spools(shared_memory: Path = SHARED_MEMORY) -> Swept:
     """Remove the spools of servers that are gone, kill -9 included."""
     total = Swept()
     for root in sorted(shared_memory.glob(f"{PREFIX}*")):
-        if root.is_dir() and not root.is_symlink() and is_abandoned(root):
-            total += _remove_abandoned(root)
+        # Another user's folder cannot be looked into, and another sweep may be just removing this one.
+        with contextlib.suppress(OSError):
+            if root.is_dir() and not root.is_symlink() and is_abandoned(root):
+                total += _remove_abandoned(root)
     return total
 
 
 def _remove_abandoned(root: Path) -> Swept:
-    """Remove a spool as its launcher, so that a server that starts there at this moment waits or is left alone."""
+    """Remove a spool under its launcher's lock, out of the way of a server that starts there at this moment."""
     try:
         lock = AliveLock(SpoolPaths(root).launcher_lock)
     except OSError:  # somebody starts there, or removes it, now
         return Swept()
+    place = root
     try:
         if not is_abandoned(root, besides=lock.path):
+            lock.release()
             return Swept()
-        sizes = [_size(path) for path in root.rglob("*") if path.is_file() and path != lock.path]
-        remove_spool(root, keep=lock.path)
-    finally:
+        if not root.name.endswith(DEAD) and not list_strangers(root):
+            # Gigabytes take a while to remove; a new server has its folder at once.
+            place = root.rename(root.with_name(f"{root.name}-{os.getpid()}{DEAD}"))
+            lock.path = SpoolPaths(place).launcher_lock
+            if not is_abandoned(place, besides=lock.path):  # a server moved in between the look and the renaming
+                place = place.rename(root)
+                lock.path = SpoolPaths(place).launcher_lock
+                lock.release()
+                return Swept()
+        sizes = [_size(path) for path in place.rglob("*") if path.is_file() and path != lock.path]
+    except BaseException:
         lock.release()
-    with contextlib.suppress(OSError):
-        root.rmdir()
+        raise
+    remove_held(lock)
     return Swept(len(sizes), sum(sizes), (str(root),))
 
 
@@ -86,18 +103,30 @@ def list_strangers(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if not _OURS.fullmatch(path.name))
 
 
-def remove_spool(root: Path, *, keep: Path | None = None) -> None:
-    """Remove a spool's own files, and its folder when nothing else is in it; never what somebody else put there."""
-    for path in list(root.iterdir()) if root.is_dir() else []:
-        if path == keep or not _OURS.fullmatch(path.name) or path.is_symlink():
+def clear_spool(lock: AliveLock) -> None:
+    """Remove a spool's own files but its launcher's lock, which is held; never what somebody else put there."""
+    partial = SpoolPaths(lock.path.parent).partial
+    # By `partial` a sweep knows a spool, so it is the last to go.
+    for path in sorted(lock.path.parent.iterdir(), key=lambda path: path == partial):
+        if path == lock.path or not _OURS.fullmatch(path.name) or path.is_symlink():
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    if keep is None:
+
+
+def remove_held(lock: AliveLock) -> None:
+    """Remove the spool whose launcher's lock this is, and its folder when nothing else is in it.
+
+    The lock goes last: whoever waits for it must not lose what it makes then.
+    """
+    try:
+        clear_spool(lock)
+    finally:
+        lock.release()
         with contextlib.suppress(OSError):
-            root.rmdir()
+            lock.path.parent.rmdir()
 
 
 def _size(path: Path) -> int:
