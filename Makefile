@@ -1,6 +1,6 @@
 # Environments, tests and the demo. Everything is built from nothing the first time and reused after that.
 #
-#   make demo     a tiny model, our own prompts, a store, its verification: demo-out/
+#   make demo     the whole job in small, from questions to a drafter that is accepted: demo-out/
 #   make test     everything: checks, unit tests, and the real SGLang on the CPU (about 10 GB of environments)
 #   make check    ruff, formatting, types
 

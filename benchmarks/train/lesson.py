@@ -40,7 +40,7 @@ OPTIONS = TrainOptions(
     validate_every=140,
     save_every=20,
 )
-"""As the demo's, and fewer steps: enough for a sound drafter to be far from an untrained one."""
+"""Near the demo's, and half of its steps: enough for a sound drafter to be far from an untrained one."""
 
 
 def main() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +175,10 @@ def test_a_step_beside_another_that_fails_ends_the_demo(
     started = []
 
     def steps(self: Demo) -> int:
-        started.extend([self._start("verify", tmp_path / "nothing"), self._start("--help")])
+        started.append(self._start("verify", tmp_path / "nothing"))
+        endless = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.PIPE)
+        started.append(run._Beside(("export", "drafter"), endless, Future()))
+        self.beside.append(started[-1])
         return self._end(started[0])
 
     monkeypatch.setattr(Demo, "_steps", steps)
@@ -181,6 +187,7 @@ def test_a_step_beside_another_that_fails_ends_the_demo(
     assert f"hsdump verify {tmp_path / 'nothing'}" in shown
     assert "fix:" in shown
     assert f"the demo ends here: hsdump verify gave exit code {StoreError.exit_code}" in shown
+    assert "hsdump export drafter" in shown.partition("stopped: ")[2]
     assert all(beside.process.returncode is not None for beside in started), "nothing goes on alone"
 
 

@@ -14,8 +14,9 @@ import torch
 import transformers
 
 from hsdump.arrays import NUMPY_DTYPES, StateArray, to_float32
+from hsdump.cli.main import main
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest
-from hsdump.engines.embedded import EmbeddedEngine, _cpu_has_bfloat16, _decoder_parts
+from hsdump.engines.embedded import EmbeddedEngine, _decoder_parts, cpu_has_bfloat16
 from hsdump.errors import InputError, ServerError, UsageError
 
 VOCAB = 128
@@ -297,14 +298,22 @@ def test_a_model_without_a_context_length_says_so(tmp_path: Path) -> None:
     ("flags", "has"),
     [("flags : fpu avx2 avx512f", False), ("flags : amx_bf16 amx_tile", True), ("Features : asimd bf16", True)],
 )
-def test_a_cpu_without_bfloat16_is_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, has: bool
-) -> None:
+def test_a_cpu_without_bfloat16_is_known(tmp_path: Path, flags: str, has: bool) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
-    assert _cpu_has_bfloat16(tmp_path / "cpuinfo") is has
-    assert _cpu_has_bfloat16(tmp_path / "nothing"), "where nobody can say, nobody is told"
-    monkeypatch.setattr("hsdump.engines.embedded._cpu_has_bfloat16", lambda: has)
-    path = save_llama(tmp_path, torch.bfloat16)
-    told = "this CPU has no instructions for bfloat16: --compute float32 is several times as fast"
-    assert EmbeddedEngine(str(path), layers=(2,)).handshake().notes == (() if has else (told,))
-    assert told not in EmbeddedEngine(str(path), layers=(2,), compute="float32").handshake().notes
+    assert cpu_has_bfloat16(tmp_path / "cpuinfo") is has
+    assert cpu_has_bfloat16(tmp_path / "nothing"), "where nobody can say, nobody is told"
+
+
+def test_a_quantized_model_is_not_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "is_quantized", True, raising=False)
+    with pytest.raises(InputError, match="is quantized"):
+        EmbeddedEngine(str(save_llama(tmp_path, torch.bfloat16)), layers=(2,), compute="float32").handshake()
+
+
+@pytest.mark.parametrize("words", [["--server", "http://127.0.0.1:1"], ["--collector", "http://127.0.0.1:1"]])
+def test_a_server_is_not_told_what_to_reckon_in(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = [] if "--collector" in words else ["--out", str(tmp_path / "store")]
+    assert main(["extract", "rows.jsonl", *words, *out, "--compute", "float32"]) == UsageError.exit_code
+    assert "--compute float32 is for --engine transformers" in capsys.readouterr().err

@@ -97,6 +97,7 @@ def extract(
     Exit codes: 0 all committed, 3 some samples failed or rows were unreadable, 4 stopped early.
     """
     out = _checked_out(out, collector, other_ways=bool(server or servers or ray))
+    _check_compute(compute, embedded=engine == "transformers")
     if engine != "sglang":
         be_lean(False)  # the model itself will run here
     options = ExtractOptions(
@@ -168,6 +169,14 @@ def _checked_out(out: Path | None, collector: object, *, other_ways: bool) -> Pa
     return Path()
 
 
+def _check_compute(compute: str, *, embedded: bool) -> None:
+    from hsdump.engines.embedded import COMPUTE
+
+    if one_of("--compute", compute, COMPUTE) != "model" and not embedded:
+        what = f"--compute {compute} is for --engine transformers; a server reckons as it was started"
+        raise UsageError(what, "leave --compute out")
+
+
 def _sglang_engines(endpoints: list[Endpoint], options: ExtractOptions, timeout_s: float) -> dict[str, Engine]:
     if options.final_state != "post_norm":
         what = f"a server gives the final state post_norm, not {options.final_state}"
@@ -186,7 +195,9 @@ def _embedded_engine(name: str, options: ExtractOptions, compute: str) -> Engine
         raise UsageError(f"--engine {name} is not known", "use sglang or transformers")
     if options.model is None:
         raise UsageError("--model is missing", "give the model folder: --engine transformers --model PATH")
-    from hsdump.engines.embedded import COMPUTE, EmbeddedEngine
+    from hsdump.engines.embedded import EmbeddedEngine, cpu_has_bfloat16
 
-    compute = one_of("--compute", compute, COMPUTE)
+    if compute == "model" and not cpu_has_bfloat16():
+        what = "this CPU has no instructions for bfloat16; a new store of such a model is several times as fast with"
+        typer.echo(f"hsdump: {what} --compute float32", err=True)
     return EmbeddedEngine(options.model, layers=options.layers, compute=compute, final_state=options.final_state)

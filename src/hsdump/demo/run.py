@@ -1,6 +1,6 @@
 """`python -m hsdump.demo.run --out demo-out`: the whole job in small, without a server, a GPU or a download.
 
-From questions to a drafter that an engine loads, with a code model of 8 MB that comes along (`train_target`).
+From questions to a drafter that an engine loads, with a code model of 7 MB that comes along (`train_target`).
 
 It calls the same commands that a user types, one process each, and says each one before it runs.
 """
@@ -8,13 +8,17 @@ It calls the same commands that a user types, one process each, and says each on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -42,6 +46,7 @@ VERDICTS = {0: "clean", 1: "suspicious", 2: "corrupt"}
 """What the exit codes of `hsdump verify` mean."""
 
 STOPPED = 130
+STOP_S = 10.0
 NOT_LOSSLESS = 1
 """Of `hsdump eval`, which says more in its report."""
 
@@ -136,7 +141,8 @@ class _Beside:
 
     words: tuple[str | Path, ...]
     process: subprocess.Popen[bytes]
-    started_s: float
+    seconds: Future[float]
+    """How long it ran."""
 
 
 class _StepFailed(Exception):
@@ -154,7 +160,7 @@ class Demo:
     places: Places
     console: Console
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each step; some run at the same time."""
+    """Of each step's processes; some run at the same time, so that they add up to more than the whole took."""
 
     started_s: float = field(default_factory=time.monotonic)
     beside: list[_Beside] = field(default_factory=list)
@@ -173,8 +179,7 @@ class Demo:
             return failed.code
         finally:
             for beside in self.beside:
-                with beside.process:
-                    beside.process.kill()
+                self._stop(beside)
 
     def _steps(self) -> int:
         places = self.places
@@ -203,19 +208,13 @@ class Demo:
     def _evaluate(self) -> dict[str, Any]:
         """Decode the test questions with the drafter and with an untrained one, and check what comes out."""
         places = self.places
-        words = (
-            "eval",
-            places.drafter,
-            "--prompts",
-            places.questions,
-            "--new-tokens",
-            str(NEW_TOKENS),
-            "--untrained",
-            "--json",
-        )
+        how = ("--new-tokens", str(NEW_TOKENS), "--untrained", "--json")
+        words = ("eval", places.drafter, "--prompts", places.questions, *how)
         self._say(f"{_typed(words)} > {places.evaluation}")
         with places.evaluation.open("wb") as file:
             self._run("eval", ["hsdump.cli.main", *map(str, words)], file, known=(0, NOT_LOSSLESS))
+        if not places.evaluation.stat().st_size:
+            raise _StepFailed("hsdump eval", 1)  # it died, which has the same exit code as a lossy output
         found = msgspec.json.decode(places.evaluation.read_bytes())
         return {
             "acceptance_length": found["walked"][0]["acceptance_length"],
@@ -235,7 +234,7 @@ class Demo:
         """Run a module as its own process and add up how long its step took."""
         started_s = time.monotonic()
         code = subprocess.run(_command(module), env=_environment(), stdout=stdout, check=False).returncode
-        self._took(step, started_s)
+        self._took(step, time.monotonic() - started_s)
         if code not in known:
             raise _StepFailed(step if step == "answers" else f"hsdump {step}", code)
 
@@ -243,22 +242,32 @@ class Demo:
         """Start a command that runs beside the next one; what it prints is kept until `_end`."""
         command = _command(["hsdump.cli.main", *map(str, words)])
         process = subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.beside.append(_Beside(words, process, time.monotonic()))
+        self.beside.append(_Beside(words, process, _watched(process, time.monotonic())))
         return self.beside[-1]
 
     def _end(self, beside: _Beside, known: Sequence[int] = (0,)) -> int:
         """Wait for it, say what was typed and what came out. Gives one of the exit codes that are `known`."""
         text, _ = beside.process.communicate()
         step = str(beside.words[0])
-        self._took(step, beside.started_s)
+        self._took(step, beside.seconds.result())
         self._say(_typed(beside.words))
         self.console.print(text.decode(errors="replace"), end="", soft_wrap=True, markup=False, highlight=False)
         if beside.process.returncode not in known:
             raise _StepFailed(f"hsdump {step}", beside.process.returncode)
         return beside.process.returncode
 
-    def _took(self, step: str, started_s: float) -> None:
-        self.seconds[step] = round(self.seconds.get(step, 0.0) + time.monotonic() - started_s, 2)
+    def _stop(self, beside: _Beside) -> None:
+        """End what still runs when the demo ends early, as Ctrl-C would: it puts its half-written files away."""
+        with beside.process:
+            if beside.process.poll() is None:
+                self._say(f"stopped: {_typed(beside.words)[2:]}")
+                beside.process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    beside.process.wait(STOP_S)
+                beside.process.kill()
+
+    def _took(self, step: str, seconds: float) -> None:
+        self.seconds[step] = round(self.seconds.get(step, 0.0) + seconds, 2)
 
     def _say(self, text: str) -> None:
         self.console.print(f"\n{text}", style="bold", soft_wrap=True, markup=False, highlight=False)
@@ -355,6 +364,18 @@ With a real server (SGLang 0.5.11 or later, hsdump installed beside it)
 
 def _typed(words: Sequence[str | Path]) -> str:
     return f"$ {_as_typed('hsdump')} {shlex.join(map(str, words))}"
+
+
+def _watched(process: subprocess.Popen[bytes], started_s: float) -> Future[float]:
+    """Time a process that nobody waits for yet."""
+    seconds: Future[float] = Future()
+
+    def watch() -> None:
+        process.wait()
+        seconds.set_result(time.monotonic() - started_s)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return seconds
 
 
 def _command(module: Sequence[str]) -> list[str]:

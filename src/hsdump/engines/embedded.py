@@ -90,6 +90,9 @@ class EmbeddedEngine:
         """
         torch, transformers = _imports()
         model = _to_device(_load(self.model_path, self._dtype), self._device)
+        if self._compute == FLOAT32 and getattr(model, "is_quantized", False):
+            what = f"{self.model_path} is quantized; its weights cannot be widened to float32"
+            raise InputError(what, "leave --compute out")
         if self._compute == FLOAT32 and model.dtype != torch.float32:
             self._rounded, model = model.dtype, model.float()  # exact: every bfloat16 is a float32
         config = model.config.get_text_config()
@@ -125,8 +128,6 @@ class EmbeddedEngine:
         notes = [] if context else ["the model's config names no context length: none is checked"]
         if self._rounded is not None:
             notes.append(f"computed in float32, the states rounded to {str(self._rounded).removeprefix('torch.')}")
-        elif "bfloat16" in str(self._model.dtype) and self._model.device.type == "cpu" and not _cpu_has_bfloat16():
-            notes.append("this CPU has no instructions for bfloat16: --compute float32 is several times as fast")
         return tuple(notes)
 
     async def capture(self, request: CaptureRequest) -> CapturedSample:
@@ -195,7 +196,7 @@ class EmbeddedEngine:
         return self._info
 
 
-def _cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Tell whether this CPU multiplies bfloat16 itself: AMX, AVX-512 BF16, or ARM's. True where nobody can say."""
     try:
         words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
