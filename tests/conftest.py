@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine_env.sgl_kernel.widening import widen_where_needed
 from tests.server.harness import SGLANG_PYTHON
 from tests.tiny_models import tiny_model_path
+
+# Transformers' answers are what most tests compare with.
+widen_where_needed()
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,7 @@
 SGLang imports kernel names at module level and calls them only on GPU paths. With SGLANG_USE_CPU_ENGINE=1 it takes its
 own PyTorch paths instead, so an operator that is called here is a path that tests must not take: it raises.
 
-One thing is put in besides: on a processor without bfloat16 instructions torch multiplies bfloat16 matrices ten times
-slower than float32 ones, so there `linear` multiplies the same numbers in float32 and rounds once, which is what torch
-itself does up to the order of its sums.
+One thing is put in besides: `widening`, for processors without bfloat16 instructions.
 """
 
 from __future__ import annotations
@@ -14,11 +12,10 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import torch
+from .widening import widen_where_needed
 
 
 class _MissingKernel:
@@ -68,27 +65,6 @@ class _KernelModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing to run: names appear when they are asked for."""
 
 
-def _multiplies_bfloat16() -> bool:
-    words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
-    return bool(words & {"amx_bf16", "avx512_bf16", "bf16", "svebf16"})
-
-
-def _widen_linear() -> None:
-    plain = torch.nn.functional.linear
-
-    def linear(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's own name
-        if not input.dtype == weight.dtype == torch.bfloat16 or input.device.type != "cpu" or weight.is_inference():
-            return plain(input, weight, bias)
-        version, wide = getattr(weight, "_widened", (None, None))
-        if version != weight._version:
-            wide = weight.detach().float()
-            weight._widened = (weight._version, wide)
-        return plain(input.float(), wide, None if bias is None else bias.float()).to(torch.bfloat16)
-
-    torch.nn.functional.linear = linear
-
-
-if not _multiplies_bfloat16():
-    _widen_linear()
+widen_where_needed()
 sys.meta_path.append(_KernelModules())
 sys.modules[__name__].__class__ = _KernelModule
