@@ -23,16 +23,24 @@ def widen_where_needed() -> None:
 
 def _widened_linear(plain: Any) -> Any:
     def linear(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's own name
-        if not _is_ours(input, weight) or weight.is_inference():
+        if not _is_ours(input, weight):
             return plain(input, weight, bias)
-        version, wide = getattr(weight, "_widened", (None, None))
-        if version != weight._version:
-            wide = weight.detach().float()
-            weight._widened = (weight._version, wide)
+        wide = _widened(weight)
         return plain(input.float(), wide, None if bias is None else bias.float()).to(torch.bfloat16)
 
     linear.widens = True  # type: ignore[attr-defined]  # a mark: twice would be once too often
     return linear
+
+
+def _widened(weight: Any) -> Any:
+    """Give the weight in float32, kept for the next time where torch tells whether it has changed since."""
+    if weight.is_inference():
+        return weight.float()
+    version, wide = getattr(weight, "_widened", (None, None))
+    if version != weight._version:
+        wide = weight.detach().float()
+        weight._widened = (weight._version, wide)
+    return wide
 
 
 def _widened_attention(plain: Any) -> Any:
