@@ -7,7 +7,6 @@ import sys
 import typer
 
 from hsdump.cli.serving import (
-    DEFAULT_SPOOL_BYTES,
     HandOver,
     Layers,
     Python,
@@ -21,7 +20,7 @@ from hsdump.launch.command import ServeOptions
 from hsdump.launch.cycle import run_patched
 from hsdump.patch.site import find_site
 from hsdump.patch.transaction import ApplyOptions
-from hsdump.spool.names import new_spool_dir
+from hsdump.spool.names import DEFAULT_SPOOL_BYTES, new_spool_dir
 from hsdump.spool.sweep import sweep_dead_spools
 
 EPILOG = "Example:  hsdump run --python /opt/sglang/bin/python -- --model-path /models/Kimi-K2.5 --tp 8 --port 30000"

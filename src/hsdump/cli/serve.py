@@ -8,7 +8,6 @@ from dataclasses import replace
 import typer
 
 from hsdump.cli.serving import (
-    DEFAULT_SPOOL_BYTES,
     HandOver,
     Layers,
     Python,
@@ -20,7 +19,7 @@ from hsdump.cli.serving import (
 )
 from hsdump.launch.command import ServeOptions, build_command, check_environment
 from hsdump.launch.supervise import run_server
-from hsdump.spool.names import new_spool_dir
+from hsdump.spool.names import DEFAULT_SPOOL_BYTES, new_spool_dir
 from hsdump.spool.sweep import sweep_dead_spools
 
 EPILOG = "Example:  hsdump serve --layers auto -- --model-path /models/Kimi-K2.5 --tp 8 --port 30000"

@@ -13,8 +13,6 @@ from hsdump.layers import parse_native, resolve_layers
 MANY_LAYERS = 1 << 20
 """The model's depth is not known yet; its server checks again."""
 
-DEFAULT_SPOOL_BYTES = 8 << 30
-
 SglangArgs = Annotated[list[str] | None, typer.Argument(metavar="-- SGLANG_ARGS...", help="Your own SGLang arguments.")]
 Python = Annotated[str, typer.Option(help="Interpreter of the environment that SGLang lives in.")]
 Layers = Annotated[

@@ -13,7 +13,15 @@ from pathlib import Path
 from hsdump.errors import UsageError
 from hsdump.patch.site import find_site
 from hsdump.patch.status import is_patched
-from hsdump.spool.names import ENV_DUMP_DIR, ENV_HAND_OVER, ENV_LAYERS, ENV_SPOOL, ENV_SPOOL_BYTES, ENV_STAGING_BYTES
+from hsdump.spool.names import (
+    DEFAULT_SPOOL_BYTES,
+    ENV_DUMP_DIR,
+    ENV_HAND_OVER,
+    ENV_LAYERS,
+    ENV_SPOOL,
+    ENV_SPOOL_BYTES,
+    ENV_STAGING_BYTES,
+)
 
 ENTRY_POINT = "hsdump"
 """Our name in the entry point group `sglang.srt.plugins`."""
@@ -45,7 +53,7 @@ class ServeOptions:
 
     spool: Path
     layers: str = "auto"
-    spool_bytes: int = 8 << 30
+    spool_bytes: int = DEFAULT_SPOOL_BYTES
     hand_over: str = "auto"
     staging_bytes: int | None = None
     """None: the server side's own default."""

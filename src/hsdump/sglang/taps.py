@@ -11,11 +11,17 @@ from hsdump.capture.staging import staging_bytes
 from hsdump.capture.tap import Tap
 from hsdump.schema import StateShape
 from hsdump.sglang.facts import RunnerFacts
-from hsdump.spool.names import ENV_HAND_OVER, ENV_SHARE_RANKS, ENV_SPOOL_BYTES, ENV_STAGING_BYTES, SpoolPaths
+from hsdump.spool.names import (
+    DEFAULT_SPOOL_BYTES,
+    ENV_HAND_OVER,
+    ENV_SHARE_RANKS,
+    ENV_SPOOL_BYTES,
+    ENV_STAGING_BYTES,
+    SpoolPaths,
+)
 from hsdump.spool.ring import RingWriter
 from hsdump.spool.writer import SpoolWriter
 
-DEFAULT_SPOOL_BYTES = 8 << 30
 DEFAULT_STAGING_BYTES = 380_000_000
 """Of each copying process's device. Enough for a pass of 8,192 rows of 46 kB; of a wider one some rows are copied from
 where they are."""

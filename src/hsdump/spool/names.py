@@ -18,6 +18,9 @@ ENV_DUMP_DIR = "SGLANG_HS_DUMP_DIR"
 """Switches a patched server on, as HSDUMP_SPOOL does for a server with the plugin; either names the spool."""
 
 ENV_LAYERS = "HSDUMP_LAYERS"
+DEFAULT_SPOOL_BYTES = 8 << 30
+"""Of all entries, or of all rings of a host together."""
+
 ENV_SPOOL_BYTES = "HSDUMP_SPOOL_BYTES"
 ENV_HAND_OVER = "HSDUMP_HAND_OVER"
 ENV_SHARE_RANKS = "HSDUMP_SHARE_RANKS"
