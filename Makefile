@@ -16,15 +16,18 @@ RELEASES := 0.5.11 0.5.17
 RELEASE_FOLDERS := $(RELEASES:%=.cache/sglang-%)
 ENV := tests/engine_env
 
-.NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test check format .venv .venv-sglang engines sglang-wheels tiny-models consumers clean
+.PHONY: demo test environments check format .venv .venv-sglang engines sglang-wheels tiny-models consumers clean
 
 demo: .venv
 	$(BIN)/python -m hsdump.demo.run
 
-test: .venv engines consumers tiny-models check
+# Two at a time: installing is the work of one core, and SGLang's environment is half of it.
+test:
+	$(MAKE) -j2 --output-sync=target environments
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40
+
+environments: engines .venv consumers tiny-models check
 
 check: .venv
 	$(BIN)/ruff check .
@@ -36,11 +39,12 @@ format: .venv
 	$(BIN)/ruff format .
 
 # hsdump for users and developers. torch goes first: asked for alone and exactly, pip takes a CPU build where it has one.
+# Bytecode is made when a module is first imported: most of what comes along never is.
 .venv: .venv/built
 .venv/built: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-compile torch==2.13.0
+	$(BIN)/python -m pip install -q --no-compile -e '.[dev]'
 	@touch $@
 
 # The real SGLang on the CPU, for tests.

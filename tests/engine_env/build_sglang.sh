@@ -15,16 +15,18 @@ sglang_version=0.5.23
 rm -rf "$venv"
 "${PYTHON:-python3}" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+install() { pip install -q --no-compile "$@"; }
 
-pip install -q pip==26.3
-pip install -q torch==2.14.1 torchvision==0.29.1
-pip install -q -r "$here/requirements.txt"
+install pip==26.3
+install torch==2.14.1 torchvision==0.29.1
+install -r "$here/requirements.txt"
 # Last, or pip would list the packages that it misses as errors.
-pip install -q --no-deps "sglang==$sglang_version"
+install --no-deps "sglang==$sglang_version"
 
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 cp -r "$here/sgl_kernel" "$packages/"
-# Without bytecode each server process compiles thousands of files when it starts: 7 s a start on two cores.
-"$venv/bin/python" -m compileall -q -j 0 "$packages" >/dev/null || true # templates among the packages do not compile
-
-SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -c 'import sglang; print("SGLang", sglang.__version__, "imports here")'
+# With it comes the bytecode of what a server imports, a third of all files.
+unset PYTHONDONTWRITEBYTECODE
+SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -c '
+import sglang, sglang.launch_server, sglang.srt.entrypoints.http_server
+print("SGLang", sglang.__version__, "imports here")'

@@ -242,7 +242,7 @@ def _ordinary_beside(url: str, prompts: Sequence[Sequence[int]]) -> Iterator[lis
         while rounds < 2 or not done.is_set():
             answers.extend(asyncio.run(ordinary_traffic(url, prompts, at_once=4)))
             rounds += 1
-            done.wait(1.0)  # two cores: leave some of them to the extraction
+            done.wait(4.0)  # two cores: leave most of them to the extraction
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -19,7 +19,7 @@ from tests.server.harness import SglangServer
 
 pytestmark = pytest.mark.server
 
-KILLS = int(os.environ.get("HSDUMP_KILLS", "4"))
+KILLS = int(os.environ.get("HSDUMP_KILLS", "3"))
 """A server's start takes half a minute. HSDUMP_KILLS=10 for more; benchmarks/results/faults.md has twenty of each."""
 
 
