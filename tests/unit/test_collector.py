@@ -103,6 +103,23 @@ def test_a_collector_that_dies_before_it_has_begun_is_taken_in_later(tmp_path: P
     assert min(len(Store(tmp_path / name)) for name in "01") > 0
 
 
+def test_a_driver_that_fails_before_it_begins_leaves_no_engine_behind(
+    tmp_path: Path, scripted: list[ScriptedEngine]
+) -> None:
+    """An engine holds its server's ring, of which there is one."""
+
+    async def once() -> RunState:
+        async with collecting(tmp_path / "one") as (url, _):
+            failed = CollectorEngine(HttpTransport(url, TOKEN))
+            await failed.ask()
+            await failed.close()
+            state = await run(tmp_path, [url], 5)
+            assert [engine.closed for engine in scripted] == [True, True]
+            return state
+
+    assert asyncio.run(once()).committed == 5
+
+
 def test_failures_come_back_with_the_servers_words(tmp_path: Path) -> None:
     def refuse(request: CaptureRequest, before: int) -> None:
         if request.input_ids[2] == 9:

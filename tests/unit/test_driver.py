@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -55,6 +56,7 @@ class ScriptedEngine:
         self.sent: Counter[str] = Counter()
         self.together = self.most_together = 0
         self.aborted: list[str] = []
+        self.closed = False
         self.states: Callable[[int], tuple[Any, ...]] = lambda n: tuple(np.zeros((n, 8), np.uint16) for _ in range(4))
 
     def handshake(self) -> EngineInfo:
@@ -90,7 +92,7 @@ class ScriptedEngine:
         self.aborted += request_ids
 
     async def close(self) -> None:
-        return None
+        self.closed = True
 
 
 def rows_file(folder: Path, count: int) -> Path:
@@ -180,6 +182,46 @@ def test_another_model_at_the_same_url_is_refused(tmp_path: Path) -> None:
     assert state.exit_code() == 4
     assert state.stopped == "another server answers at a now: num_layers was 8, is 9"
     assert len(Store(tmp_path / "store")) == 0
+
+
+def test_other_weights_in_the_same_folder_are_another_model(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"before")
+
+    def overwritten(request: CaptureRequest, before: int) -> None:
+        if request.input_ids[2] == 12 and not before:
+            (model / "model.safetensors").write_bytes(b"after!")
+            engine.lost = True
+            raise ServerAway("started anew")
+
+    engine = ScriptedEngine(overwritten, replace(INFO, model_path=str(model)))
+    state = run(tmp_path, {"one": engine}, concurrency=1)
+    assert state.exit_code() == 4
+    assert re.match(r"another server answers at one now: model was .* \(digest", state.stopped or "")
+    assert 0 < len(Store(tmp_path / "store")) < 10
+
+
+def test_files_that_come_and_go_are_no_reason_to_give_a_server_up(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    tries = Counter[str]()
+
+    def dies(request: CaptureRequest, before: int) -> None:
+        if request.input_ids[2] == 12 and not before:
+            engine.lost = True
+            raise ServerAway("it died")
+
+    async def reconnect() -> EngineInfo:
+        tries["all"] += 1
+        if tries["all"] == 1:
+            raise FileNotFoundError("a spool's folder")
+        engine.lost = False
+        return INFO
+
+    engine.script, engine.reconnect = dies, reconnect  # type: ignore[method-assign]
+    state = run(tmp_path, {"one": engine})
+    assert (state.exit_code(), state.committed, tries["all"]) == (0, 10, 2)
 
 
 def test_servers_that_differ_are_not_mixed() -> None:

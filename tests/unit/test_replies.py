@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hsdump.engines import sglang_http
-from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest
+from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, ServerAway, ServerLoad
 from hsdump.engines.rows import Rows
 from hsdump.engines.sglang_http import SglangEngine
 from hsdump.spool.names import Rid
@@ -112,6 +113,41 @@ def test_rows_of_another_request_are_never_taken() -> None:
         "rows of 5 tokens came, 3 were sent",
         "rows of 3 tokens came, 5 were sent",
     ]
+
+
+def test_a_server_that_was_started_anew_in_the_same_spool_is_greeted_first(tmp_path: Path) -> None:
+    """It may have another model, or other layers of the same number: nothing of it is taken unseen."""
+    announcement = tmp_path / "server-7.json"
+    announcement.write_text("{}")
+    answers = Answers()
+
+    class Server(JsonHandler):
+        def do_GET(self) -> None:  # noqa: N802  # the base class names it so
+            self.send({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]})
+
+        def do_POST(self) -> None:  # noqa: N802
+            self.body()
+            self.send({"meta_info": {"prompt_tokens": 3}})
+
+    async def run(url: str, *, anew: bool) -> tuple[object, object, bool]:
+        engine = SglangEngine(url)
+        engine._info, engine._hand_over = INFO, GivenRows({KEYS[0]: answers.rows([1, 2, 3])})
+        engine._announced = {announcement: sglang_http._mark(announcement)}
+        if anew:
+            other = tmp_path / "partial"
+            other.write_text("{}")
+            other.rename(announcement)
+        request = CaptureRequest(key=KEYS[0], input_ids=np.asarray([1, 2, 3], np.int64), attempt=0)
+        captured, load = await asyncio.gather(engine.capture(request), engine.load(), return_exceptions=True)
+        await engine.close()
+        return captured, load, engine.lost
+
+    with serving(Server) as url:
+        captured, load, lost = asyncio.run(run(url, anew=False))
+        assert (type(captured), type(load), lost) == (CapturedSample, ServerLoad, False)
+        captured, load, lost = asyncio.run(run(url, anew=True))
+    assert (type(captured), type(load), lost) == (ServerAway, ServerAway, True)
+    assert answers.released == 1
 
 
 @pytest.mark.parametrize("ids", [[], [1, 2], [1, 2, 3, 4]])

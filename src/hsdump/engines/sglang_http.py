@@ -41,6 +41,12 @@ LOAD_WAIT_S = 10.0
 
 FORGET_EVERY_S = 1.0
 
+FORGET_FOR_S = 1200.0
+"""How long late rows of a given-up request are looked for; a server gives an entry up after half of that."""
+
+Mark = tuple[int, int]
+"""A file's inode and time of writing."""
+
 
 class SglangEngine:
     """One SGLang server with hsdump's capture on. Use from one event loop."""
@@ -66,7 +72,12 @@ class SglangEngine:
         self._hand_over: HandOver | None = None
         self._lost = False
         self._looking = asyncio.Lock()
-        self._abandoned: set[Rid] = set()
+        self._announced: dict[Path, Mark | None] = {}
+        """The announcements of the server that was greeted."""
+
+        self._abandoned: dict[Rid, float] = {}
+        """Requests that nobody waits for, and until when their rows are looked for."""
+
         self._next_forget_s = 0.0
         self._aborts: set[asyncio.Task[None]] = set()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -79,9 +90,12 @@ class SglangEngine:
         """See `hsdump.engines.handshake.handshake`; also removes what dead clients and servers left behind."""
         sweep_dead_spools()
         info, hand_over = handshake(self.url, self.run, self._spool, self._headers)
-        if info.spool_dir is not None:
-            sweep_dead_clients(Path(info.spool_dir))
         self._info, self._hand_over = info, hand_over
+        if info.spool_dir is not None:
+            spool = Path(info.spool_dir)
+            # The server has answered just now, and no other can be in its spool beside it.
+            self._announced = {path: _mark(path) for path in spool.glob("server-*.json")}
+            sweep_dead_clients(spool)
         return info
 
     @property
@@ -107,10 +121,10 @@ class SglangEngine:
             rows = await self._wait_for_rows(hand_over, rid, int(meta.get("cached_tokens") or 0))
         except BaseException:
             # The server may still publish it; a late entry must not fill the spool, nor a dead request the queue.
-            self._abandoned.add(rid)
+            self._abandoned[rid] = time.monotonic() + FORGET_FOR_S
             if not answered and not self._lost:
                 self._abort_later(rid)
-            self._forget_abandoned(now=True)
+            hand_over.forget(rid)
             raise
         self._forget_abandoned()
         return self._as_sample(rows, request, meta)
@@ -125,7 +139,12 @@ class SglangEngine:
                 await self._http.post("/abort_request", json={"rid": rid}, timeout=LOAD_WAIT_S)
 
     async def load(self) -> ServerLoad | None:
-        """Ask `/v1/loads`, which SGLang has from 0.5.11 on without any option; summed over data-parallel ranks."""
+        """Ask `/v1/loads`, which SGLang has from 0.5.11 on without any option; summed over data-parallel ranks.
+
+        Raises:
+            ServerAway: nobody answers, or a server that was not greeted yet: `lost` says so.
+        """
+        self._raise_if_another()
         try:
             response = await self._http.get("/v1/loads", params={"include": "core"}, timeout=LOAD_WAIT_S)
             ranks = response.json()["loads"] if response.status_code == httpx.codes.OK else []
@@ -145,6 +164,7 @@ class SglangEngine:
         """
         if self._hand_over is not None:
             hand_over, self._hand_over = self._hand_over, None
+            self._abandoned.clear()
             await asyncio.to_thread(hand_over.close)
         info = await asyncio.to_thread(self.handshake)
         self._lost = False
@@ -234,6 +254,11 @@ class SglangEngine:
         shape = self._info.shape
         token_ids, states, release = rows.token_ids, rows.states, rows.release
         del rows  # an error below must not keep the memory mapped
+        try:
+            self._raise_if_another()
+        except ServerAway:
+            release()
+            raise
         width = {(len(token_ids), shape.hidden_size)}
         if len(states) != len(shape.names) or {state.shape for state in states} != width:
             found = [state.shape for state in states]
@@ -249,6 +274,17 @@ class SglangEngine:
             release()
             raise CaptureFailed("wrong-tokens", found_ids, transient=True)
         return CapturedSample(token_ids=token_ids, states=states, release=release, meta=meta)
+
+    def _raise_if_another(self) -> None:
+        """See that the spool is still of the server that was greeted: one that was started anew in the same place may
+        have another model, or other layers of the same number, and would be taken for it.
+
+        An announcement that is gone is no other server yet.
+        """
+        for path, mark in self._announced.items():
+            if _mark(path) not in (mark, None):
+                self._lost = True
+                raise ServerAway(f"{self.url} was started anew")
 
     async def _raise_if_gone(self, error: Exception) -> None:
         """Tell a server that died, which is nobody's fault, from a connection that broke."""
@@ -273,13 +309,24 @@ class SglangEngine:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    def _forget_abandoned(self, *, now: bool = False) -> None:
+    def _forget_abandoned(self) -> None:
         """Drop late entries; each look costs some system calls, so not after every request."""
-        if self._hand_over is None or not (now or time.monotonic() > self._next_forget_s):
+        now_s = time.monotonic()
+        if self._hand_over is None or now_s <= self._next_forget_s:
             return
-        self._next_forget_s = time.monotonic() + FORGET_EVERY_S
+        self._next_forget_s = now_s + FORGET_EVERY_S
+        self._abandoned = {rid: until_s for rid, until_s in self._abandoned.items() if now_s < until_s}
         for rid in self._abandoned:
             self._hand_over.forget(rid)
+
+
+def _mark(path: Path) -> Mark | None:
+    """Tell one writing of a file from the next, at the cost of one system call; None where it is gone."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _rid(run: str, request: CaptureRequest) -> Rid:

@@ -48,7 +48,6 @@ class Collector:
 
         self._outcomes_had = 0
         self._number = 0
-        self._news = asyncio.Event()
         self._heard_s = time.monotonic()
         self._calls = {
             "info": self.info,
@@ -86,6 +85,9 @@ class Collector:
     async def info(self, _: bytes) -> bytes:
         """Shake hands with the server, anew each time; a run that is going on is finished first."""
         await self._finish("another driver came")
+        greeted, self._engine = self._engine, None
+        if greeted is not None:  # by a driver that failed before it began: it may hold the server's ring
+            await greeted.close()
         engine = SglangEngine(self.url, spool=self._spool, api_key=self._api_key)
         try:
             self._info = await asyncio.to_thread(engine.handshake)

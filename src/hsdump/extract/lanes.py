@@ -73,16 +73,19 @@ class Cost:
     """In the spool."""
 
 
-def model_differences(expected: EngineInfo, found: EngineInfo) -> list[str]:
+def model_differences(expected: EngineInfo, found: EngineInfo, digest: str | None = None) -> list[str]:
     """Name the facts in which two servers differ so that their states may not be mixed. Paths may differ when the files
     are the same.
+
+    Args:
+        digest: of the expected model, when that was served earlier: other files may be in its folder now.
     """
     changed = [
         f"{name} was {getattr(expected, name)}, is {getattr(found, name)}"
         for name in IDENTITY
         if getattr(expected, name) != getattr(found, name)
     ]
-    digests = [model_digest(info.model_path) for info in (expected, found)]
+    digests = [digest or model_digest(expected.model_path), model_digest(found.model_path)]
     if digests[0] != digests[1] or ("unknown" in digests and expected.model_path != found.model_path):
         changed.append(
             f"model was {expected.model_path} (digest {digests[0]}), is {found.model_path} (digest {digests[1]})"
@@ -145,11 +148,15 @@ class Lane:
 class Fleet:
     """All lanes. Use from one event loop."""
 
-    def __init__(self, lanes: Sequence[Lane], reference: EngineInfo, limits: FleetLimits, events: Events) -> None:
+    def __init__(
+        self, lanes: Sequence[Lane], reference: EngineInfo, digest: str, limits: FleetLimits, events: Events
+    ) -> None:
         """Args:
         reference: what every server must be.
+        digest: of its model when the run began.
         """
-        self.lanes, self.limits, self._reference, self._events = lanes, limits, reference, events
+        self.lanes, self.limits, self._events = lanes, limits, events
+        self._reference, self._digest = reference, digest
         self._rate = TokenRate(limits.max_rate)
         self._turn = asyncio.Lock()
         self._pulse = asyncio.Event()
@@ -275,17 +282,17 @@ class Fleet:
         while True:
             if lane.state.in_flight == 0:
                 try:
-                    info = await lane.engine.reconnect()
+                    if self._take_back(lane, await lane.engine.reconnect()):
+                        return
                 except HsdumpError as error:
                     lane.problem = error
-                else:
-                    if self._take_back(lane, info):
-                        return
+                except OSError as error:  # files of a spool or a model that come and go just now
+                    lane.problem = ServerError(str(error), "it is tried again")
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
 
     def _take_back(self, lane: Lane, info: EngineInfo) -> bool:
-        changed = model_differences(self._reference, info)
+        changed = model_differences(self._reference, info, self._digest)
         if not changed:
             lane.came_back(info)
             self._events("server-back", server=lane.state.name)

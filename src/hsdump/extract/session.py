@@ -200,6 +200,7 @@ def make_session(
     keeper: Keeper | Ledger = Keeper(open_store, plan, options, state, events)
     if collectors:
         keeper = Ledger(collectors, plan, state, events)
-    fleet = Fleet(lanes, plan.info, limits_of(options, collectors=bool(collectors)), events)
+    limits = limits_of(options, collectors=bool(collectors))
+    fleet = Fleet(lanes, plan.info, plan.manifest.model_digest, limits, events)
     driver = Driver(fleet, plan, options, keeper, state, events)
     return Session(driver, fleet, keeper, open_rows or read_files)
