@@ -1,20 +1,43 @@
 """Switching auxiliary capture on in models whose setters disagree, and finding the hooks of a release."""
 
+import errno
+import json
+import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from hsdump.sglang import targets
-from hsdump.sglang.facts import conflict, decode_obstacle
+from hsdump.sglang import facts, targets
+from hsdump.sglang.facts import RunnerFacts, conflict, decode_obstacle
+from hsdump.sglang.hooks import ServerCapture
 from hsdump.sglang.switch import AuxSwitch, CannotSwitch
+from hsdump.spool import ring
+from hsdump.spool.names import SpoolPaths
+
+NUM_LAYERS = 8
+ROWS = torch.zeros(3, 4)
+NOT_CAPTURED = (ROWS.shape, None)
 
 
 class Inner(torch.nn.Module):
+    """SGLang's forward loop: a bare tensor when it captured nothing."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers_to_capture: list[int] = []
+        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(NUM_LAYERS))
+
+    def wants(self, index: int) -> bool:
+        return index in self.layers_to_capture
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        aux = [layer(hidden) for index, layer in enumerate(self.layers) if self.wants(index)]
+        return (hidden, aux) if aux else hidden
 
 
 class Llama(torch.nn.Module):
@@ -25,13 +48,30 @@ class Llama(torch.nn.Module):
         self.model = Inner()
         self.capture_aux_hidden_states = False
 
+    def forward(self, hidden: torch.Tensor) -> Any:
+        hidden, aux = self.model(hidden) if self.capture_aux_hidden_states else (self.model(hidden), None)
+        return hidden.shape, aux and len(aux)
+
     def set_eagle3_layers_to_capture(self, ids: Sequence[int]) -> None:
         self.capture_aux_hidden_states = True
         self.model.layers_to_capture = [layer + 1 for layer in ids]
 
 
+class Packed(Inner):
+    """0.5.23 packs the states of deepseek_v2, and ends the pass when one is missing."""
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        found = super().forward(hidden)
+        assert not isinstance(found, tuple) or len(found[1]) == len(self.layers_to_capture)
+        return found
+
+
 class DeepSeek(Llama):
     """deepseek_v2's: id + 1 only when the first id is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Packed()
 
     def set_eagle3_layers_to_capture(self, ids: Sequence[int]) -> None:
         self.capture_aux_hidden_states = True
@@ -49,12 +89,17 @@ class Kimi(torch.nn.Module):
         self.language_model.set_eagle3_layers_to_capture(ids)
 
 
+class Marked(Inner):
+    def wants(self, index: int) -> bool:
+        return getattr(self.layers[index], "_is_layer_to_capture", False)
+
+
 class QwenMoe(Llama):
     """A mixture-of-experts model of the Qwen family: its setter marks the layers, and its loop sees the marks only."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(8))
+        self.model = Marked()
 
     def set_eagle3_layers_to_capture(self, ids: Sequence[int]) -> None:
         super().set_eagle3_layers_to_capture(ids)
@@ -85,6 +130,87 @@ def test_marks_in_another_place_than_asked_are_refused_and_taken_back() -> None:
     with pytest.raises(CannotSwitch, match=r"asked for layers \[2, 4, 5\], the model's own setter marked \[0, 2, 3\]"):
         AuxSwitch(model, (2, 4, 5))
     assert model.marked() == []
+    assert model(ROWS) == NOT_CAPTURED
+
+
+def runner(model: torch.nn.Module) -> SimpleNamespace:
+    return SimpleNamespace(model=model, server_args=SimpleNamespace(host="h", port=30000))
+
+
+def says_of_itself(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Stand for a loaded ModelRunner, most of whose facts no test here looks at."""
+    found = RunnerFacts(
+        model_path="/m",
+        model_class="M",
+        num_layers=NUM_LAYERS,
+        hidden_size=4,
+        vocab_size=9,
+        context_length=99,
+        dtype="bfloat16",
+        device="cpu",
+        tp_rank=0,
+        tp_size=1,
+        dp_size=1,
+        host="h",
+        port=30000,
+        rows_per_pass=16,
+    )
+    monkeypatch.setattr(facts, "read_facts", lambda _: replace(found, **changes))
+
+
+def announced(root: Path) -> Any:
+    return json.loads(SpoolPaths(root).server_file(os.getpid()).read_text())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("kind", "ids"),
+    [
+        (Llama, "native:7"),
+        (Llama, "native:3,7"),
+        (DeepSeek, "native:3,8"),
+        (QwenMoe, "native:3,7"),
+        (QwenMoe, "native:1,2,20"),
+        (Llama, "native:4,2"),
+    ],
+)
+def test_a_set_up_that_fails_leaves_the_model_as_it_was(
+    kind: type[Llama], ids: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the server ends in its first pass: a bare tensor is taken apart as if it were two."""
+    monkeypatch.setenv("HSDUMP_LAYERS", ids)
+    says_of_itself(monkeypatch, device=device)
+    model = kind()
+    capture = ServerCapture(tmp_path)
+    assert capture.after_load_model("result", runner(model)) == "result"
+    assert model(ROWS) == NOT_CAPTURED
+    assert announced(tmp_path)["declined"]
+    assert capture.around_forward(lambda _, batch: batch, None, "batch") == "batch"
+
+
+@pytest.mark.parametrize(("ranks", "outcome"), [(1, NOT_CAPTURED), (2, (ROWS.shape, 1))])
+def test_a_rank_whose_ring_does_not_fit_stays_in_step_with_the_others(
+    ranks: int, outcome: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang gathers auxiliary states over the ranks where rows are scattered: all of them must, or none."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ring.os, "posix_fallocate", fail)
+    monkeypatch.setenv("HSDUMP_LAYERS", "3")
+    says_of_itself(monkeypatch, device="cuda", tp_size=ranks)
+    model, capture = Llama(), ServerCapture(tmp_path)
+    capture.after_load_model(None, runner(model))
+    assert "No space left" in announced(tmp_path)["declined"]
+    assert model(ROWS) == outcome
+    if ranks > 1:
+        assert capture.around_logits(lambda *args: args[-1], None, None, None, None, None, "aux") is None
+
+
+def test_a_runner_without_its_settings_is_announced_all_the_same(tmp_path: Path) -> None:
+    assert ServerCapture(tmp_path).after_load_model("result", SimpleNamespace()) == "result"
+    assert "AttributeError" in announced(tmp_path)["declined"]
 
 
 @pytest.mark.parametrize("model_class", [Llama, DeepSeek, Kimi])

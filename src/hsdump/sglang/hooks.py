@@ -62,6 +62,9 @@ class ServerCapture:
         self._tap: Any = None
         self._switch: Any = None
         self._dynamic = False
+        self._in_step = False
+        """The other ranks of this model compute auxiliary states, so this one must as well, with a tap or without."""
+
         self._segments: list[Any] = []
         self._decoding: dict[Any, float] = {}
         """Requests whose decode steps are wanted, and when they last had rows."""
@@ -73,11 +76,12 @@ class ServerCapture:
         try:
             self._set_up(runner)
         except Exception as error:  # noqa: BLE001 - a process border, as above
-            if self._switch is not None:
-                self._switch.off()  # before any graph is captured: a server that captures nothing pays nothing
-            self._tap = self._switch = None
-            args_ = runner.server_args
-            self.give_up(f"{type(error).__name__}: {error}", host=str(args_.host), port=int(args_.port))
+            self._tap = None
+            if not self._in_step:
+                self._switch_off()
+            args_ = getattr(runner, "server_args", None)
+            host, port = getattr(args_, "host", ""), getattr(args_, "port", 0)
+            self.give_up(f"{type(error).__name__}: {error}", host=str(host), port=int(port or 0))
         return result
 
     def around_forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,14 +135,23 @@ class ServerCapture:
             raise CannotSwitch(f"capture cannot be combined with {reason}")
         facts = read_facts(runner)
         native = parse_native(os.environ.get(ENV_LAYERS, AUTO))
-        switch = AuxSwitch(runner.model, wanted_layers(facts.num_layers) if native is None else (), native)
-        layers = check_layers(switch.layers, facts.num_layers)
+        self._switch = AuxSwitch(runner.model, wanted_layers(facts.num_layers) if native is None else (), native)
+        layers = check_layers(self._switch.layers, facts.num_layers)
         # A CUDA graph bakes the choice in, so only an eager model can be left alone between our batches.
         self._dynamic = facts.device == "cpu"
         if self._dynamic:
-            switch.off()
-        self._switch = switch
+            self._switch.off()
+        # What failed so far fails on each rank. A ring that does not fit is one rank's matter, and SGLang gathers
+        # auxiliary states over all ranks where their rows are scattered: one that left would hang the others.
+        self._in_step = facts.tp_size > 1
         self._open(facts, layers)
+
+    def _switch_off(self) -> None:
+        """Leave the model as it was, before any graph is captured: a server that captures nothing pays nothing."""
+        switch, self._switch = self._switch, None
+        if switch is not None:
+            with contextlib.suppress(Exception):  # a process border, as above
+                switch.off()
 
     def _open(self, facts: RunnerFacts, layers: tuple[int, ...]) -> None:
         """Make the tap of this process, if it copies at all, and tell clients."""

@@ -34,6 +34,7 @@ class AuxSwitch:
 
         Raises:
             CannotSwitch: no or several capture points, another user of them, or ids that did not arrive as asked.
+                What was switched on here is off again then.
         """
         self._list_owner = _only(model, "layers_to_capture")
         self._flag_owner = _only(model, "capture_aux_hidden_states")
@@ -43,6 +44,13 @@ class AuxSwitch:
                 f"(layers_to_capture {list(self._list_owner.layers_to_capture)}), perhaps by speculative decoding"
             )
         self._marked: list[Any] = []
+        try:
+            self._choose(model, layers, native)
+        except BaseException:
+            self.off()  # half switched on, the model would end the server in its first pass
+            raise
+
+    def _choose(self, model: Any, layers: Sequence[int], native: Sequence[int] | None) -> None:
         if native is None:
             self._layers = list(layers)
             self.engine_layers = self._find_own_ids(model)
@@ -50,7 +58,6 @@ class AuxSwitch:
             self._layers = self._apply_setter(model, native)
             self.engine_layers = tuple(native)
             if sorted(set(self._layers)) != self._layers or self._layers[0] < 1:
-                self.off()
                 raise CannotSwitch(f"the model's own ids {list(native)} come to layers {self._layers}")
         self.on()
         arrived = list(self._list_owner.layers_to_capture)
@@ -93,11 +100,9 @@ class AuxSwitch:
                 found = []
             if found == self._layers:
                 return ids
-            self._find_marks(model)
             marked = found if self._marked else marked
             self._forget_marks()
         if marked is not None:  # the loop of such a model looks at the marks only, which nothing else sets
-            self._marked = []
             raise CannotSwitch(f"asked for layers {self._layers}, the model's own setter marked {marked}")
         return ()
 
@@ -109,8 +114,10 @@ class AuxSwitch:
         setter = getattr(model, "set_eagle3_layers_to_capture", None)
         if setter is None:
             raise CannotSwitch(f"{type(model).__name__} has no set_eagle3_layers_to_capture")
-        setter(list(ids))
-        self._find_marks(model)
+        try:
+            setter(list(ids))
+        finally:  # some are set before it finds that one layer is not there
+            self._find_marks(model)
         return list(self._list_owner.layers_to_capture)
 
 
