@@ -32,7 +32,7 @@ def tiny_dsv3() -> Path:
     return tiny_model_path("dsv3")
 
 
-LONGEST_FIRST = ("capture", "driver", "kills", "patch", "proof", "generate", "bad_input")
+LONGEST_FIRST = ("capture", "driver", "kills", "patch", "proof", "generate", "speculation", "bad_input")
 """The files that start most servers. Two processes share the suite by files, so the short ones belong at the end."""
 
 

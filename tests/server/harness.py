@@ -45,8 +45,8 @@ _CPU_ARGS = (
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "20000"),
     "--sleep-on-idle",  # an idle scheduler spins otherwise, and two cores are few
 )
-_MODELS = ("llama", "qwen3", "deepseek_v2")
-"""SGLang's modules for the tiny models. It imports all of its 250 otherwise, which takes 4 s of CPU time a start."""
+_MODELS = ("llama", "llama_eagle3", "qwen3", "deepseek_v2")
+"""SGLang's modules for the tiny models and a drafter. It imports all 250 otherwise: 4 s of CPU time a start."""
 
 _MLA_PLUGIN = Path(__file__).parent / "mla_on_cpu"
 """A test-only plugin: SGLang's default MLA path cannot run on torch_native."""
@@ -94,7 +94,7 @@ class SglangServer:
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> SglangServer:  # noqa: PYI034 - typing.Self is 3.11
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         self.start()
         return self
 
@@ -114,9 +114,10 @@ class SglangServer:
                 raise RuntimeError(f"the server did not come up; the end of its log:\n{text[-4000:]}")
             self.ports_in_use += 1
 
-    def _launch(self) -> None:
+    def command(self) -> list[str]:
+        """Give the command that starts it, for an environment as `environment` gives it."""
         args = [*_CPU_ARGS, "--model-path", str(self.model), "--port", str(self.port), *self.sglang_args]
-        args += ["--nccl-port", str(_free_port(first=30000, count=270))]
+        args += ["--nccl-port", str(free_port(first=30000, count=270))]
         if not self.warm_up:
             args.append("--skip-server-warmup")
         if self.tp > 1:
@@ -125,10 +126,13 @@ class SglangServer:
         if self.capture:
             serve = [self.verb, "--python", str(SGLANG_PYTHON), *self.serve_options, "--", *args]
             command = [sys.executable, "-m", "hsdump.cli.main", *serve]
+        return command
+
+    def _launch(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command,
-                env=self._environment(),
+                self.command(),
+                env=self.environment(),
                 start_new_session=True,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -156,7 +160,8 @@ class SglangServer:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """Give the environment that it starts in."""
         env = {**os.environ, **_CPU_ENV, "SGLANG_DISABLED_MODEL_ARCHS": self._unused_models(), **self.env}
         path = [str(_MLA_PLUGIN)] if self.tree is None else [str(self.tree), str(_MLA_PLUGIN)]
         if self.version is not None:
@@ -193,7 +198,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _free_port(first: int = 20000, count: int = 1000) -> int:
+def free_port(first: int = 20000, count: int = 1000) -> int:
     """Find a free port below those that the kernel gives away, and low enough for the ports that SGLang adds to it.
 
     SGLang 0.5.11 refuses to start when port + 10,000 is not a port. Tests that run side by side have their own ranges

@@ -3,7 +3,8 @@
 SGLang imports kernel names at module level and calls them only on GPU paths. With SGLANG_USE_CPU_ENGINE=1 it takes its
 own PyTorch paths instead, so an operator that is called here is a path that tests must not take: it raises.
 
-One thing is put in besides: `widening`, for processors without bfloat16 instructions.
+Two things are put in besides: `speculative`, the kernels of EAGLE decoding in plain torch, and `widening`, for
+processors without bfloat16 instructions.
 """
 
 from __future__ import annotations
@@ -15,6 +16,18 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
+from . import speculative
+from .speculative import (  # noqa: F401 - SGLang imports them from here
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    assign_req_to_token_pool_cpu,
+    build_draft_decode_metadata_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_accept_out_cache_loc_cpu,
+    fill_bonus_tokens_cpu,
+    verify_tree_greedy_cpu,
+)
 from .widening import widen_where_needed
 
 
@@ -65,6 +78,7 @@ class _KernelModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing to run: names appear when they are asked for."""
 
 
+speculative.install()
 widen_where_needed()
 sys.meta_path.append(_KernelModules())
 sys.modules[__name__].__class__ = _KernelModule
