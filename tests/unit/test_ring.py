@@ -220,6 +220,32 @@ def test_too_few_rows_are_an_error_before_anything_is_copied() -> None:
         BatchStates(torch.arange(5), [state, state], state).columns(2, HIDDEN, 5)
 
 
+def test_the_longest_ids_of_requests_that_generate_pass_whole(root: Path) -> None:
+    """From 100,000 tokens on they have more than 64 characters."""
+    rig = Rig(root, data_bytes=16 << 20)
+    rid = Rid(rig.run, f"{1:032x}", 0, 262_144 + 8, 262_144)
+    rig.client.expect(rid)
+    rig.batch([(rid, 0, rid.num_tokens)])
+    rig.check(rid)
+    longest = Rid(rig.run, "a" * 32, 9999, 10**9 - 1, 10**9 - 1)
+    assert Rid.parse(str(longest)) == longest
+    ring = RingWriter(root / "ring-1", SHAPE, 64 << 10)
+    place = ring.reserve([RingSegment(str(longest), 0, 0, 1)])
+    assert place is not None
+    ring.publish(place[2])
+    region = RingReader(root / "ring-1", SHAPE).poll()
+    assert region is not None
+    assert region.segments == (RingSegment(str(longest), 0, 0, 1),)
+
+
+def test_a_ring_of_another_release_is_refused(root: Path) -> None:
+    RingWriter(make_folder(root) / "ring-0", SHAPE, 64 << 10).control.set(
+        "magic", int.from_bytes(b"HSDRING1", "little")
+    )
+    with pytest.raises(ValueError, match="is no ring"):
+        RingReader(root / "ring-0", SHAPE)
+
+
 def test_rows_nobody_waits_for_are_dropped(root: Path) -> None:
     rig = Rig(root, data_bytes=32 << 10)
     for number in range(50):

@@ -24,12 +24,13 @@ from pathlib import Path
 
 from hsdump.schema import StateShape
 
-MAGIC = 0x31474E4952445348  # "HSDRING1", little endian
+MAGIC = 0x32474E4952445348  # "HSDRING2", little endian; a new one whenever a struct below changes
 PAGE = 4096
 ALIGN = 64
 
 _HEADER = struct.Struct("<4sIQII")  # kind, version, region bytes, rows, segments
-_SEGMENT = struct.Struct("<64sIII4x")  # rid, first row in the region, position in the request, rows
+_SEGMENT = struct.Struct("<80sIII4x")  # rid (74 bytes at most), first row in the region, position in the request, rows
+_VERSION = 2
 _BATCH, _SKIP = b"ROWS", b"SKIP"
 
 
@@ -213,7 +214,7 @@ class RingWriter:
         self, start: int, kind: bytes, num_bytes: int, rows: int, segments: Sequence[RingSegment]
     ) -> None:
         at = PAGE + start
-        _HEADER.pack_into(self.map, at, kind, 1, num_bytes, rows, len(segments))
+        _HEADER.pack_into(self.map, at, kind, _VERSION, num_bytes, rows, len(segments))
         for number, segment in enumerate(segments):
             place = at + _HEADER.size + number * _SEGMENT.size
             fields = (segment.rid.encode(), segment.first_row, segment.position, segment.num_rows)
@@ -268,7 +269,7 @@ class RingReader:
     def _step(self) -> Region | None:
         start = self._next % self.data_bytes
         kind, version, num_bytes, rows, count = _HEADER.unpack_from(self._map, PAGE + start)
-        if version != 1 or not 0 < num_bytes <= self.data_bytes - start:
+        if version != _VERSION or not 0 < num_bytes <= self.data_bytes - start:
             raise ValueError(f"a damaged region at {start}: {kind!r}, version {version}, {num_bytes} bytes")
         end = self._next + num_bytes
         self._next = end
