@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -23,17 +22,6 @@ STALE_S = 600.0
 _HOUSEKEEPING_S = 5.0
 
 
-@dataclass(slots=True)
-class Counters:
-    """What the tap did so far, for the server's announcement."""
-
-    batches: int = 0
-    rows: int = 0
-    entries: int = 0
-    refused: int = 0
-    seconds: float = 0.0
-
-
 class Tap:
     """Collects the rows of hsdump's requests from successive batches. One a scheduler process, used by one thread."""
 
@@ -42,18 +30,20 @@ class Tap:
         self._open: dict[Rid, OpenEntry] = {}
         self._refused: dict[Rid, float] = {}
         self._next_housekeeping_s = 0.0
-        self.counters = Counters()
 
     def settle(self) -> None:
-        """Nothing is under way when `take` returns."""
+        """Nothing is under way when `take` returns. Called before every pass, so that entries whose client died go
+        although no next capture comes.
+        """
+        if self._open:
+            self._housekeeping()
 
     def take(self, segments: Sequence[Segment], states: BatchStates) -> None:
         """Copy the rows of `segments` into their entries; publish those that become complete.
 
         Never raises for what one request does wrong: that request fails with its reason.
         """
-        start_s = time.monotonic()
-        self._housekeeping(start_s)
+        self._housekeeping()
         shape = self._spool.shape
         columns = [
             _host_bytes(column, segments)
@@ -67,8 +57,6 @@ class Tap:
                 self._refuse(segment.rid, refusal.reason, refusal.detail)
             except OSError as error:
                 self._refuse(segment.rid, "spool-error", str(error))
-        self.counters.batches += 1
-        self.counters.seconds += time.monotonic() - start_s
 
     def refuse(self, segments: Sequence[Segment], reason: str, detail: str) -> None:
         """Fail all requests of a batch that could not be captured at all."""
@@ -95,11 +83,9 @@ class Tap:
             self._spool.write(entry, offset, _bytes(column[rows]))
         entry.next_row = max(entry.next_row, last)
         entry.touched_s = time.monotonic()
-        self.counters.rows += segment.num_rows
         if entry.next_row == segment.rid.num_tokens:
             del self._open[segment.rid]
             self._spool.publish(entry)
-            self.counters.entries += 1
 
     def _begin(self, segment: Segment) -> OpenEntry:
         if segment.position > 0:
@@ -118,11 +104,11 @@ class Tap:
             self._spool.abandon(entry)
         if rid not in self._refused:
             self._refused[rid] = time.monotonic()
-            self.counters.refused += 1
             self._spool.fail(rid, reason, detail)
 
-    def _housekeeping(self, now_s: float) -> None:
+    def _housekeeping(self) -> None:
         """Let go of entries whose request will not come back. Bounded work, at most every few seconds."""
+        now_s = time.monotonic()
         if now_s < self._next_housekeeping_s:
             return
         self._next_housekeeping_s = now_s + _HOUSEKEEPING_S
