@@ -14,6 +14,7 @@ from hsdump.engines.handshake import HELLO_TOKENS, Offer, _check_widths, handsha
 from hsdump.errors import ServerError, SpoolError
 from hsdump.locks import AliveLock
 from hsdump.sglang.announce import Announcement
+from hsdump.sglang.hooks import ServerCapture
 from hsdump.spool.names import Rid, SpoolPaths, new_run
 from hsdump.spool.ring import RingWriter
 from hsdump.spool.writer import SpoolWriter
@@ -81,6 +82,19 @@ def test_a_server_that_says_its_port_is_looked_for_nowhere_else(host: Host, monk
 @pytest.mark.parametrize("port", [THEIR_PORT, None])
 def test_a_server_whose_ring_is_in_use_is_refused_with_that(host: Host, port: int | None) -> None:
     with serving(host.serve(port=port, captures=False)) as url, pytest.raises(SpoolError, match="another run is"):
+        handshake(url, new_run())
+
+
+def test_a_plugin_that_gave_up_before_it_knew_its_port_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Server(JsonHandler):
+        def do_GET(self) -> None:  # noqa: N802 - the base class names it so
+            self.send({"model_path": "/nowhere", "port": OUR_PORT})
+
+    monkeypatch.setattr(handshakes, "SHARED_MEMORY", tmp_path)
+    ServerCapture(tmp_path / "hsdump-1").give_up("hsdump's hooks could not be registered: Unsupported: no such forward")
+    with serving(Server) as url, pytest.raises(ServerError, match=r"no live announcement .*Unsupported: no such forw"):
         handshake(url, new_run())
 
 

@@ -75,7 +75,12 @@ def handshake(
     candidates = {offer.root: offer for offer in (here or offers) if offer.info is not None}
     if not candidates:
         where = str(spool) if spool else f"{SHARED_MEMORY}/{PREFIX}*"
-        raise ServerError(f"the server at {url} has no hsdump capture on: no live announcement in {where}", REMEDY)
+        # A plugin that cannot hook into SGLang gives up before there is a model, and knows no port yet.
+        early = sorted({offer.declined for offer in offers if offer.declined is not None and not offer.port})
+        gave_up = "".join(f"; a server that had no port yet gave up: {reason}" for reason in early)
+        raise ServerError(
+            f"the server at {url} has no hsdump capture on: no live announcement of it in {where}{gave_up}", REMEDY
+        )
     ends, aside = _open_ends(candidates, offers, run)
     try:
         chosen, widths = _say_hello(url, run, ends, headers, aside)
