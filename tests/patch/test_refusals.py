@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from hsdump.errors import PatchError, UsageError
+from hsdump.locks import AliveLock
 from hsdump.patch import live
 from hsdump.patch.disk import Disk
 from hsdump.patch.journal import BACKUP, locked
-from hsdump.patch.restore import Restored, RestoreOptions, clean, restore
+from hsdump.patch.restore import RUN_LOCK, Restored, RestoreOptions, clean, restore
 from hsdump.patch.site import Site, find_site
 from hsdump.patch.status import CLEAN, DAMAGED, INTERRUPTED, MODIFIED, ORPHANED, OVERWRITTEN, PATCHED, status
 from hsdump.patch.transaction import ApplyOptions, apply, make_plan
@@ -106,6 +107,19 @@ def test_two_at_once(site: Site) -> None:
     with locked(site, Disk()), pytest.raises(PatchError, match="another hsdump is changing"):
         apply(site, APPLY)
     assert status(site).state == CLEAN
+
+
+def test_cleaning_takes_the_lock_of_a_dead_run_only(site: Site) -> None:
+    """A second run beside one that lost its lock would take its patch for a crash's, and restore it."""
+    apply(site, APPLY)
+    restore(site, RESTORE)
+    lock = AliveLock(site.state / RUN_LOCK)
+    clean(site)
+    assert lock.in_place
+    lock.release()
+    (site.state / RUN_LOCK).touch()
+    clean(site)
+    assert not site.state.exists()
 
 
 def test_a_backup_that_somebody_made_by_hand(site: Site) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsdump.errors import PatchError
-from hsdump.locks import is_held
+from hsdump.locks import is_held, left_behind
 from hsdump.patch.blocks import insert, marks, take_out
 from hsdump.patch.disk import Disk, Stamp
 from hsdump.patch.importing import check_imports
@@ -237,7 +237,10 @@ def clean(site: Site, *, orphans: bool = False, disk: Disk | None = None) -> lis
             removed.append(site.relative(journal.path(site)))
             for folder in (journal.keep(site), site.state / f"{journal.patch_id}-code"):
                 disk.remove_folder(folder)
-        disk.remove(site.state / RUN_LOCK)
+        # Held while it goes: a run that is just starting would lose it, and a second one take its patch for a crash's.
+        with left_behind(site.state / RUN_LOCK) as dead:
+            if dead:
+                disk.remove(site.state / RUN_LOCK)
     return removed
 
 
