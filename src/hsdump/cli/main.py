@@ -35,10 +35,10 @@ VERBS = (
     "bench",
     "store",
 )
+"""Modules of `hsdump.cli`, in the order of the job. Each has `add_to(app)`."""
 
 WITHOUT_TORCH = ("prepare", "generate", "plan", "extract", "collect", "status")
 """What runs long beside a server, or many times: such a process is kept small."""
-"""Modules of `hsdump.cli`, in the order of the job. Each has `add_to(app)`."""
 
 CommandLineError: type[Exception] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
