@@ -62,12 +62,15 @@ class AliveLock:
 def _open_locked(path: Path) -> int:
     for _ in range(TRIES):
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        if not take(fd):
-            os.close(fd)
-            raise BlockingIOError(f"a living process holds {path}")
-        if _is_at(path, fd):
+        taken = take(fd)
+        if taken and _is_at(path, fd):
             return fd
-        os.close(fd)  # between opening and locking, somebody took the unlocked file for a dead process's
+        # Between opening and locking, somebody may have taken the unlocked file for a dead process's, and removed it or
+        # moved its folder away: then whoever holds that one does not hold ours.
+        held = not taken and _is_at(path, fd)
+        os.close(fd)
+        if held:
+            raise BlockingIOError(f"a living process holds {path}")
     raise OSError(f"{path} is removed again and again, or its file system has no lasting inodes")
 
 

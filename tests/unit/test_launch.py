@@ -165,20 +165,45 @@ def test_one_spool_has_one_launcher(tmp_path: Path) -> None:
     lock.release()
 
 
+SERVE = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from hsdump.launch import supervise
+from hsdump.launch.command import ServeOptions, build_command
+{before}
+o = ServeOptions(python=sys.argv[1], spool=Path(sys.argv[2]), sglang_args=('x',), spool_bytes=1 << 20)
+sys.exit(supervise.run_server(o, build_command(o)))
+"""
+
+
+def stand_in(tmp_path: Path, text: str) -> Path:
+    """Make a program that stands for SGLang's interpreter."""
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_spool_that_vanished_meanwhile_does_not_hide_the_servers_exit_code(tmp_path: Path) -> None:
+    """logind removes a user's shared memory at the last logout (RemoveIPC)."""
+    fake = stand_in(tmp_path, 'rm -r "$HSDUMP_SPOOL"; exit 3')
+    command = [sys.executable, "-c", SERVE.format(before=""), str(fake), str(tmp_path / "hsdump-spool")]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_a_signal_that_comes_before_the_server_is_there_still_reaches_it(tmp_path: Path) -> None:
+    fake, start = stand_in(tmp_path, "exec sleep 5"), "start = subprocess.Popen"
+    ended = "def popen(*a, **k): os.kill(os.getpid(), signal.SIGTERM); return start(*a, **k)"
+    code = SERVE.format(before=f"{start}\n{ended}\nsubprocess.Popen = popen")
+    done = subprocess.run([sys.executable, "-c", code, str(fake), str(tmp_path / "spool")], timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_reach_the_server_and_the_spool_goes_with_it(tmp_path: Path, number: signal.Signals) -> None:
-    fake = tmp_path / "python"  # stands for the interpreter: sleeps until the signal arrives
-    fake.write_text("#!/bin/sh\nexec sleep 60\n")
-    fake.chmod(0o755)
-    spool = tmp_path / "hsdump-spool"
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from hsdump.launch.command import ServeOptions, build_command\n"
-        "from hsdump.launch.supervise import run_server\n"
-        "o = ServeOptions(python=sys.argv[1], spool=Path(sys.argv[2]), sglang_args=('x',), spool_bytes=1 << 20)\n"
-        "sys.exit(run_server(o, build_command(o)))"
-    )
-    server = subprocess.Popen([sys.executable, "-c", code, str(fake), str(spool)])
+    fake, spool = stand_in(tmp_path, "exec sleep 60"), tmp_path / "hsdump-spool"
+    server = subprocess.Popen([sys.executable, "-c", SERVE.format(before=""), str(fake), str(spool)])
     deadline = time.monotonic() + 30
     while not (spool / "ready").is_dir() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -224,6 +224,52 @@ def test_a_lock_that_is_just_being_taken_is_no_dead_processs(
     assert not path.exists()
 
 
+def test_a_dead_ranks_ring_is_removed_when_its_number_is_free_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gigabytes take longer than a rank waits which got the same number after a container's restart."""
+    paths, unlink, others = SpoolPaths(root), Path.unlink, []
+    for path in (paths.server_lock(7), paths.server_file(7), paths.ring(7)):
+        path.touch()
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith("ring-7"):
+            others.append(AliveLock(paths.server_lock(7)))
+            paths.ring(7).write_text("its new ring")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", slow)
+    server = Announcement(root)
+    assert len(others) == 1
+    assert others[0].in_place
+    assert [path.name for path in root.glob("ring-*")] == ["ring-7"]
+    assert paths.ring(7).read_text() == "its new ring"
+    server._lock.release()
+    others[0].release()
+
+
+def test_whoever_waits_for_a_lock_that_is_moved_away_takes_the_one_in_its_place(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep holds the lock of a dead spool as long as it removes its gigabytes, under another name."""
+    path, take = SpoolPaths(root).launcher_lock, locks.take
+    sweeping = AliveLock(path)
+
+    def take_after_the_move(fd: int) -> bool:
+        monkeypatch.setattr(locks, "take", take)
+        sweeping.path = SpoolPaths(root.rename(tmp_path / "hsdump-spool-7.dead")).launcher_lock
+        root.mkdir()
+        return take(fd)
+
+    monkeypatch.setattr(locks, "take", take_after_the_move)
+    lock = AliveLock(path)
+    assert lock.in_place
+    assert sweeping.in_place
+    with pytest.raises(BlockingIOError):
+        AliveLock(path)
+    lock.release()
+
+
 def test_a_look_at_a_lock_does_not_refuse_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     path.touch()

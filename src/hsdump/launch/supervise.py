@@ -19,7 +19,8 @@ def make_spool(options: ServeOptions) -> AliveLock:
     """Create the spool and hold it, so that nobody takes it for an abandoned one while the server loads.
 
     Raises:
-        SpoolError: not enough room for what `--spool-bytes` promises, or no right to create it.
+        SpoolError: the file system is smaller than what `--spool-bytes` promises, the folder is somebody else's, or
+            there is no right to create it.
     """
     paths = SpoolPaths(options.spool)
     try:
@@ -71,15 +72,20 @@ def run_server(options: ServeOptions, command: ServeCommand) -> int:
     """
     lock = make_spool(options)
     child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        if child is not None and child.poll() is None:
+        if child is None:
+            early.append(number)
+        elif child.poll() is None:
             child.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, pass_on)
     try:
         child = subprocess.Popen(command.argv, env={**options.environment, **command.variables})
+        for missed in early:  # there was nobody to tell
+            child.send_signal(missed)
         code = child.wait()
     finally:
         remove_held(lock)

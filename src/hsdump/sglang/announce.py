@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict
@@ -44,15 +45,23 @@ class Announcement:
         raise OSError(f"{self._paths.root} is removed again and again")
 
     def _remove_dead(self) -> None:
-        """Take away what killed processes of this spool left: a ring is gigabytes of memory."""
+        """Take away what killed processes of this spool left: a ring is gigabytes of memory.
+
+        Those take longer to remove than a process waits for its lock, and a container that starts again gives the same
+        numbers to its processes. So the ring only gets another name while the lock is held.
+        """
         for lock in list(self._paths.root.glob("server-*.lock")):
-            number = lock.stem.removeprefix("server-")
-            if not number.isdecimal():
+            if not lock.stem.removeprefix("server-").isdecimal():
                 continue
+            number = int(lock.stem.removeprefix("server-"))
             with left_behind(lock) as dead:
                 if dead:
-                    for path in (self._paths.ring(int(number)), self._paths.server_file(int(number)), lock):
+                    with contextlib.suppress(FileNotFoundError):
+                        self._paths.ring(number).rename(self._paths.dead_ring(number))
+                    for path in (self._paths.server_file(number), lock):
                         path.unlink(missing_ok=True)
+        for ring in list(self._paths.root.glob(self._paths.dead_ring("*").name)):
+            ring.unlink(missing_ok=True)
 
     def offer(self, info: EngineInfo, *, host: str, port: int, ring: str | None = None) -> None:
         """Say what is captured here, and through which ring file of the spool."""

@@ -113,6 +113,10 @@ class SpoolPaths:
     def ring(self, pid: int) -> Path:
         return self.root / f"ring-{pid}"
 
+    def dead_ring(self, pid: int | str) -> Path:
+        """A ring of a process that is gone, while it is being removed; `*` for all of them."""
+        return self.root / f"ring-{pid}.dead"
+
     @property
     def launcher_lock(self) -> Path:
         """Held by the `hsdump serve` that made the spool, and by whoever removes it."""

@@ -1,4 +1,4 @@
-"""Leftovers: entries of clients that died, spools of servers that died. What has a living owner is never touched."""
+"""Leftovers: entries of clients that died, spools of servers that died. What is owned when it is looked at stays."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def _remove_abandoned(root: Path) -> Swept:
         lock = AliveLock(SpoolPaths(root).launcher_lock)
     except OSError:  # somebody starts there, or removes it, now
         return Swept()
-    place = root
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
         if not is_abandoned(root, besides=lock.path):
-            lock.release()
             return Swept()
+        place = root
         if not root.name.endswith(DEAD) and not list_strangers(root):
             # Gigabytes take a while to remove; a new server has its folder at once.
             place = root.rename(root.with_name(f"{root.name}-{os.getpid()}{DEAD}"))
@@ -85,13 +85,9 @@ def _remove_abandoned(root: Path) -> Swept:
             if not is_abandoned(place, besides=lock.path):  # a server moved in between the look and the renaming
                 place = place.rename(root)
                 lock.path = SpoolPaths(place).launcher_lock
-                lock.release()
                 return Swept()
         sizes = [_size(path) for path in place.rglob("*") if path.is_file() and path != lock.path]
-    except BaseException:
-        lock.release()
-        raise
-    remove_held(lock)
+        remove_held(lock)
     return Swept(len(sizes), sum(sizes), (str(root),))
 
 
@@ -119,10 +115,12 @@ def clear_spool(lock: AliveLock) -> None:
 def remove_held(lock: AliveLock) -> None:
     """Remove the spool whose launcher's lock this is, and its folder when nothing else is in it.
 
-    The lock goes last: whoever waits for it must not lose what it makes then.
+    The lock goes last: whoever waits for it must not lose what it makes then. A folder that somebody removed meanwhile
+    (logind does at a user's last logout: RemoveIPC) is nothing to complain about.
     """
     try:
-        clear_spool(lock)
+        with contextlib.suppress(FileNotFoundError):
+            clear_spool(lock)
     finally:
         lock.release()
         with contextlib.suppress(OSError):
