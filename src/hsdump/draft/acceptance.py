@@ -72,7 +72,9 @@ def measure(drafter: Drafter, batch: Batch, truth_T: Tensor, steps: int, attenti
     starts, right = [], []
     causal = make_causal(batch.inputs, attention)
     alive = batch.mask.clone()
-    with torch.inference_mode():
+    # Not inference_mode on a GPU: compiled attention is called with gradients as well, and tensors of the one kind may
+    # not meet code that was compiled for the other.
+    with torch.no_grad() if batch.final.is_cuda else torch.inference_mode():
         for step, normed in enumerate(drafter.unroll(batch.inputs, steps, causal)):
             asked = alive & step_mask(batch.mask, batch.inputs.document_ids, step)
             guess = drafter.target_ids(drafter.lm_head(normed).argmax(-1))

@@ -55,11 +55,21 @@ class ByDocument:
         return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
 
 
+SHORT = 128
+"""Fewer rows than this are attended densely on a GPU: compiled for any length, flex attention does not lower lengths
+below a block (pytorch#147756), and there is nothing to save."""
+
+
 class Flex:
     """PyTorch's flex attention with a mask of blocks: for long packed batches on a GPU, where it is compiled."""
 
     def __init__(self, document_ids_T: Tensor) -> None:
         from torch.nn.attention.flex_attention import create_block_mask
+
+        self._dense: ByDocument | None = None
+        if refused() or (document_ids_T.is_cuda and len(document_ids_T) < SHORT):
+            self._dense = ByDocument(torch.unique_consecutive(document_ids_T, return_counts=True)[1].tolist())
+            return
 
         def mask(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (query >= key) & (document_ids_T[query] == document_ids_T[key])
@@ -71,6 +81,8 @@ class Flex:
     def __call__(self, q_QTD: Tensor, k_NTD: Tensor, v_NTD: Tensor) -> tuple[Tensor, Tensor]:
         from torch.nn.attention.flex_attention import AuxRequest
 
+        if self._dense is not None:
+            return self._dense(q_QTD, k_NTD, v_NTD)
         out, aux = self._attend(
             q_QTD[None],
             k_NTD[None],
@@ -89,6 +101,7 @@ def _flex() -> Any:
 
 
 _COMPILED: list[Any] = []
+_REFUSED: list[str] = []
 
 
 def _compiled() -> Any:
@@ -96,6 +109,16 @@ def _compiled() -> Any:
     if not _COMPILED:
         _COMPILED.append(torch.compile(_flex(), dynamic=True))
     return _COMPILED[0]
+
+
+def refuse(reason: str) -> None:
+    """Attend densely in this process from here on, also where flex attention is asked for."""
+    _REFUSED.append(reason)
+
+
+def refused() -> str:
+    """Why flex attention is not used in this process; empty: it is."""
+    return _REFUSED[0] if _REFUSED else ""
 
 
 def ttt_attention(q_QTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], causal: Causal) -> Tensor:

@@ -6,7 +6,6 @@ out, and its `--dry-run` can show what it makes of the file before anything is t
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +44,17 @@ def prepare_speculators(sources: Sources, options: TrainOptions) -> Prepared:
     """Export the store, its mapping and a configuration into `--out`.
 
     Raises:
-        UsageError: the `datasets` library is missing, or the folder is taken.
+        UsageError: the folder is taken, or no sample is held out.
         InputError: more samples than `MOST_DROPPED` are longer than a batch.
     """
     check_store(sources.store, unproved=sources.unproved)
-    if importlib.util.find_spec("datasets") is None:
-        raise UsageError("the speculators form needs the library datasets", "pip install speculators==0.9.0")
+    if not options.held_out:
+        what = "--held-out 0 leaves nothing to validate on, which the library's loader refuses"
+        raise UsageError(what, "leave it away, or give a share: --held-out 0.05")
     if sources.out.exists() and any(sources.out.iterdir()):
         raise UsageError(f"{sources.out} is not empty", "name a new folder with --out")
     with Store(sources.store) as store:
         manifest, lengths = store.manifest, store.lengths()
-        rows = [store.tokens(place) for place in range(len(store))]
     longer = int((lengths > options.tokens).sum())
     if longer > MOST_DROPPED * len(lengths):
         what = f"{longer} of {len(lengths)} samples are longer than a batch of {options.tokens} tokens"
@@ -65,14 +64,13 @@ def prepare_speculators(sources: Sources, options: TrainOptions) -> Prepared:
     data = sources.out / "data"
     data.mkdir(parents=True)
     export_store(sources.store, ExportOptions(to=FORMAT, out=data, model=Path(folder)))
-    _write_rows(data, rows)
     _write_frequencies(data / "token_freq.pt", vocab.target_ids)
     config = sources.out / "config.yaml"  # JSON is YAML
     write_json(config, _config(sources, options, folder, list(options.layers or manifest.layers), vocab.size))
     return Prepared(
         data=str(data),
         config=str(config),
-        samples=len(rows),
+        samples=len(lengths),
         longer=longer,
         command=f"torchrun --standalone --nproc-per-node gpu -m speculators.train --config {config}",
     )
@@ -96,6 +94,8 @@ def _config(sources: Sources, options: TrainOptions, target: str, layers: list[i
             "fc_norm": False,
             "norm_output": False,
             "embed_requires_grad": widths.own_embeddings,
+            # Its own default is a window of 2,048 tokens, which no engine applies to such a drafter.
+            "full_attention_indices": [0],
         },
         "data": {
             "data_path": str(out / "data"),
@@ -118,17 +118,6 @@ def _config(sources: Sources, options: TrainOptions, target: str, layers: list[i
             "fsdp_shard": options.fsdp,
         },
     }
-
-
-def _write_rows(folder: Path, rows: list[tuple[str, Any, Any]]) -> None:
-    """Write the tokens and masks beside the states, in the same order."""
-    from datasets import Dataset
-
-    table = {
-        "input_ids": [ids.tolist() for _, ids, _ in rows],
-        "loss_mask": [mask.tolist() for _, _, mask in rows],
-    }
-    Dataset.from_dict(table).with_format("torch").save_to_disk(str(folder))
 
 
 def _write_frequencies(path: Path, target_ids: np.ndarray[Any, np.dtype[np.int64]]) -> None:
