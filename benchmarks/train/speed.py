@@ -2,28 +2,41 @@
 
     python -m benchmarks.train.speed OUT.json                        the shapes of an 8B target, on a GPU
     python -m benchmarks.train.speed OUT.json --small                the same code in small, on a CPU
-    python -m benchmarks.train.speed OUT.json --speculators          also prepares that library's run on the same store
+    python -m benchmarks.train.speed OUT.json --speculators          and that library's own trainer on the same store
 
-Makes a store of random states (training does not care) and a checkpoint with head and embeddings only, in a folder
-beside OUT. Each step's figures are in `progress.csv`; the first tenth of the steps, in which kernels are compiled, is
-left out of the means.
+Makes a store of random states (training does not care) and a checkpoint with head and embeddings only, below --work.
+Each step's figures are in `progress.csv`; the first tenth of the steps, in which kernels are compiled, is left out of
+the means. OUT is written after each part: what fails later takes nothing of it along. README.md beside this file says
+what has to be installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
+import math
+import os
 import platform
 import shutil
+import signal
 import statistics
+import subprocess
+import sys
+import time
+import traceback
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from benchmarks.train import smoke
 from safetensors.torch import save_file
 
+from hsdump.draft import begin
 from hsdump.draft.backend import prepare_speculators
 from hsdump.draft.begin import Sources, default_vocab
 from hsdump.draft.options import TrainOptions
@@ -34,6 +47,12 @@ from hsdump.store import Manifest, StoreWriter
 
 BIG = {"hidden": 4096, "heads": 32, "kv": 8, "inner": 14336, "vocab": 128_256, "draft": 32_000, "length": 2048}
 SMALL = {"hidden": 128, "heads": 4, "kv": 2, "inner": 256, "vocab": 2000, "draft": 800, "length": 128}
+HELD_OUT = 0.05
+A_BATCH = 2
+"""Samples."""
+
+THEIR_ATTENTION = {"cuda": ("simple_flex_attention", "eager"), "cpu": ("eager",)}
+"""Its own choice first; the next one only where that fails."""
 
 
 def make_target(folder: Path, shape: dict[str, int]) -> None:
@@ -80,69 +99,214 @@ def make_store(path: Path, target: Path, shape: dict[str, int], samples: int) ->
         max_tokens=8192,
     )
     rng = np.random.default_rng(0)
+    made = [_states(rng, shape) for _ in range(3)]  # a second of work each at these sizes, and any numbers will do
     with StoreWriter.open(path, manifest) as writer:
         for number in range(samples):
             ids = rng.integers(0, shape["draft"], shape["length"]).astype(np.int64)
-            floats = rng.standard_normal((4, shape["length"], shape["hidden"]), dtype=np.float32)
-            states = (floats.view(np.uint32) >> 16).astype(np.uint16)
             mask = np.ones(len(ids), np.uint8)
-            writer.add(TokenSample.make(f"row-{number}", ids, mask), tuple(states))
+            writer.add(TokenSample.make(f"row-{number}", ids, mask), made[number % len(made)])
         writer.commit()
     save_vocab(DraftVocab.of(range(shape["draft"]), shape["vocab"]), default_vocab(path))
+
+
+def _states(rng: np.random.Generator, shape: dict[str, int]) -> tuple[np.ndarray, ...]:
+    floats = rng.standard_normal((4, shape["length"], shape["hidden"]), dtype=np.float32)
+    return tuple((floats.view(np.uint32) >> 16).astype(np.uint16))
+
+
+def samples_for(steps: int) -> int:
+    """Give so many that no epoch ends before the steps do: workers read ahead anew in each epoch."""
+    return math.ceil(A_BATCH * steps / (1 - 2 * HELD_OUT)) + 6
 
 
 def figures(folder: Path) -> dict[str, Any]:
     """Give the means of the steps behind the first tenth."""
     with (folder / "progress.csv").open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["tokens_per_s"]]
-    rows = rows[max(1, len(rows) // 10) :]
+    begins = [one["epoch"] != before["epoch"] for before, one in pairwise(rows)]
+    dropped = max(1, len(rows) // 10)
+    begins, rows = begins[dropped - 1 :], rows[dropped:]
+    waits = [float(row["wait_share"]) for row in rows]
     return {
         "tokens_per_s": statistics.median(float(row["tokens_per_s"]) for row in rows),
-        "wait_share": statistics.mean(float(row["wait_share"]) for row in rows),
+        "wait_share": statistics.mean(waits),
+        "wait_share_within_epochs": statistics.mean(
+            wait for wait, begin in zip(waits, begins, strict=True) if not begin
+        ),
+        "epochs_begun": sum(begins),
         "peak_gpu_gib": max(float(row["gpu_gib"]) for row in rows),
         "steps": len(rows),
     }
 
 
+def ours(work: Path, options: TrainOptions, chosen: str, shape: dict[str, int]) -> dict[str, Any]:
+    """Train with hsdump; densely where flex attention does not work."""
+    checked: dict[str, Any] = {}
+    if chosen == "auto" and torch.cuda.is_available():
+        checked = smoke.apart(shape["heads"], shape["kv"], shape["hidden"] // shape["heads"])
+        print(f"flex attention: {checked}", flush=True)
+        chosen = "flex" if checked["works"] else "dense"
+    found: dict[str, Any] = {"flex_check": checked}
+    for attention in dict.fromkeys((chosen, "dense")):
+        out = work / f"drafter-{attention}"
+        begin_s = time.monotonic()
+        try:
+            train(Sources(store=work / "store", out=out, unproved=True), _with(options, attention=attention))
+        except Exception as error:
+            traceback.print_exc()
+            found[f"{attention}_failed"] = f"{type(error).__name__}: {error}"[:600]
+        _free()
+        if (out / "progress.csv").exists() and len((out / "progress.csv").read_text().splitlines()) > 3:
+            return {**found, **figures(out), "attention": attention, "seconds": round(time.monotonic() - begin_s, 1)}
+    return found
+
+
+def _with(options: TrainOptions, **changes: Any) -> TrainOptions:
+    changed: TrainOptions = msgspec.structs.replace(options, **changes)
+    return changed
+
+
+def _free() -> None:
+    """Give a GPU's memory back: the next one to be measured needs it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def theirs(work: Path, options: TrainOptions, timeout_s: float) -> dict[str, Any]:
+    """Run the library's own trainer on an export of the same store."""
+    begin_s = time.monotonic()
+    out = work / "speculators"
+    prepared = prepare_speculators(Sources(store=work / "store", out=out, unproved=True), options)
+    found: dict[str, Any] = {
+        "export_seconds": round(time.monotonic() - begin_s, 1),
+        "command": prepared.command.replace(str(work), "WORK"),
+    }
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for attention in THEIR_ATTENTION[device]:
+        config = out / f"config-{attention}.yaml"
+        config.write_text(json.dumps(_their_settings(Path(prepared.config), attention, device)), encoding="utf-8")
+        measured = out / f"steps-{attention}.json"
+        failed = _run_theirs(config, measured, timeout_s)
+        if failed:
+            found[f"{attention}_failed"] = failed.replace(str(work), "WORK")
+        if measured.exists():
+            kept = their_figures(json.loads(measured.read_text(encoding="utf-8")))
+            return {**found, **kept, "attention": attention}
+    return found
+
+
+def _their_settings(path: Path, attention: str, device: str) -> dict[str, Any]:
+    """Change what is no matter of the drafter: one epoch, figures of each step, and what a CPU does not have."""
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    # It takes a step of each epoch that is left behind max_steps; there is enough for one.
+    config["trainer"] |= {"epochs": 1, "log_freq": 1, "no_resume_from_checkpoint": True}
+    config["draft"] |= {"draft_attn_impl": attention, "mask_token_id": 0}  # of other drafters; there is no tokenizer
+    if device == "cpu":
+        config["data"] |= {"hidden_states_dtype": "float32", "num_workers": 0}
+        config["loss"]["loss_implementation"] = "eager"
+    return config
+
+
+def _run_theirs(config: Path, out: Path, timeout_s: float) -> str:
+    """Give what went wrong; empty: nothing."""
+    command = [sys.executable, "-m", "benchmarks.train.their_trainer", str(out), "--config", str(config)]
+    log = out.with_suffix(".log")
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code: int | str = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = f"not done after {timeout_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return "" if code == 0 else f"exit code {code}: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}"
+
+
+def their_figures(measured: dict[str, Any]) -> dict[str, Any]:
+    """Give the means of the steps behind the first tenth, as of ours."""
+    every = measured["steps"]
+    steps = every[max(1, len(every) // 10) :] or every
+    tokens = [step["tokens_per_s"] * step["step_ms"] / 1e3 for step in steps]
+    seconds = steps[-1]["at_s"] - steps[0]["at_s"]
+    return {
+        "version": measured["speculators"],
+        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps),
+        "tokens_per_s_by_the_clock": sum(tokens[1:]) / seconds if seconds else 0.0,
+        "wait_share": statistics.mean(step["fetch_frac"] for step in steps),
+        "peak_gpu_gib": measured["peak_gpu_gib"],
+        "steps": len(steps),
+        "loss_first_last": [every[0]["loss"], every[-1]["loss"]],
+    }
+
+
+def ratios(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Ours over theirs."""
+    names = [name for name in ("tokens_per_s", "peak_gpu_gib") if mine.get(name) and other.get(name)]
+    return {name: round(mine[name] / other[name], 4) for name in names}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train.speed")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--speculators", action="store_true")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--ttt-steps", type=int, default=7)
-    parser.add_argument("--workers", type=int, default=4)
-    words = parser.parse_args()
+    words = parse()
     shape = SMALL if words.small else BIG
-    work = words.out.with_suffix(".work")
-    shutil.rmtree(work, ignore_errors=True)
-    make_target(work / "target", shape)
-    make_store(work / "store", work / "target", shape, 24)
+    shutil.rmtree(words.work, ignore_errors=True)
+    begin.LOOKED_AT = 4  # states of random numbers: nothing to find
+    begin_s = time.monotonic()
+    samples = samples_for(words.steps)
+    make_target(words.work / "target", shape)
+    make_store(words.work / "store", words.work / "target", shape, samples)
     options = TrainOptions(
         ttt_steps=words.ttt_steps,
-        tokens=2 * shape["length"],
+        tokens=A_BATCH * shape["length"],
         epochs=1000,
         max_steps=words.steps,
-        held_out=0.0,
+        held_out=HELD_OUT,
+        validate_every=10**6,
         save_every=10**6,
         log_every=1,
         workers=0 if words.small else words.workers,
     )
-    sources = Sources(store=work / "store", out=work / "drafter", unproved=True)
-    train(sources, options)
-    result = {
+    result: dict[str, Any] = {
         "shape": shape,
         "ttt_steps": words.ttt_steps,
         "tokens_a_batch": options.tokens,
+        "samples": samples,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "torch": torch.__version__,
-        "hsdump": figures(work / "drafter"),
+        "making_seconds": round(time.monotonic() - begin_s, 1),
     }
+    result["hsdump"] = ours(words.work, options, words.attention, shape)
+    write(words.out, result)
     if words.speculators:
-        there = Sources(store=work / "store", out=work / "speculators", unproved=True)
-        result["speculators_command"] = prepare_speculators(there, options).command
-    words.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+        try:
+            result["speculators"] = theirs(words.work, options, words.their_seconds)
+        except Exception as error:
+            traceback.print_exc()
+            result["speculators"] = {"failed": f"{type(error).__name__}: {error}"[:1500]}
+        result["ours_over_theirs"] = ratios(result["hsdump"], result["speculators"])
+        write(words.out, result)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train.speed")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/hsdump-train-speed"), help="made anew; some 25 GB")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--speculators", action="store_true")
+    parser.add_argument("--their-seconds", type=float, default=200.0, help="that library's trainer is stopped then")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--ttt-steps", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--attention", choices=["auto", "dense", "flex"], default="auto", help="auto: after a check")
+    return parser.parse_args()
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
