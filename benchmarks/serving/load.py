@@ -47,17 +47,20 @@ def in_flight(length: int) -> int:
     return max(8, 40960 // length)
 
 
-def ordinary(url: str, samples: Samples, *, rid: str = "", hidden: bool = False, group: int = 0) -> Measured:
+def ordinary(
+    url: str, samples: Samples, *, rid: str = "", hidden: bool = False, group: int = 0, at_once: int = 0
+) -> Measured:
     """Send plain prefill requests; `rid` names them (the naive patch fires on `naive-`).
 
     SGLang puts hidden states only into responses that generate, so only the JSON mode asks for a token.
 
     Args:
-        group: send so many at once and wait for all of them before the next; 0: always so many as keep batches full.
+        group: send so many at once and wait for all of them before the next; 0: no groups.
+        at_once: most requests in flight; 0: so many as keep batches full.
     """
 
     async def run() -> Measured:
-        slots = asyncio.Semaphore(in_flight(len(samples[0])))
+        slots = asyncio.Semaphore(at_once or in_flight(len(samples[0])))
         async with httpx.AsyncClient(base_url=url, timeout=600, limits=LIMITS) as client:
 
             async def one(number: int, ids: np.ndarray) -> int:
@@ -83,12 +86,20 @@ def ordinary(url: str, samples: Samples, *, rid: str = "", hidden: bool = False,
 
 
 def captured(
-    url: str, samples: Samples, keep: dict[str, list[np.ndarray]] | None = None, *, group: int = 0
+    url: str,
+    samples: Samples,
+    keep: dict[str, list[np.ndarray]] | None = None,
+    *,
+    group: int = 0,
+    at_once: int = 0,
 ) -> Measured:
-    """Send capture requests and take every sample out of the ring, or copy it into `keep`. `group`: as `ordinary`."""
+    """Send capture requests and take every sample out of the ring, or copy it into `keep`.
+
+    `group` and `at_once`: as `ordinary`.
+    """
 
     async def run() -> Measured:
-        engine, slots = SglangEngine(url), asyncio.Semaphore(in_flight(len(samples[0])))
+        engine, slots = SglangEngine(url), asyncio.Semaphore(at_once or in_flight(len(samples[0])))
         await asyncio.to_thread(engine.handshake)
         responded: list[float] = []
         send = engine._send
@@ -98,7 +109,7 @@ def captured(
             responded.append(time.perf_counter())
             return result
 
-        engine._send = noting  # type: ignore[method-assign]  # a clock at the response
+        engine._send = noting  # type: ignore[method-assign, assignment]  # a clock at the response
         num_bytes = 0
 
         async def one(ids: np.ndarray) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +30,9 @@ CPU_ARGS = (
 MADE_UP_ARGS = ("--load-format", "dummy", "--disable-radix-cache")
 """For measurements with random weights and random tokens."""
 
+PORTS_APART = 50
+"""SGLang takes some more beside its own."""
+
 _PORTS = threading.Lock()
 
 
@@ -44,7 +49,12 @@ class Target:
     """Random weights; False: the checkpoint's, and a server as anybody runs it."""
 
     log_dir: Path = Path("/tmp")
+    first_port: int = 31000
+    pid_file: Path | None = None
+    """Where running servers are noted, so that `end_left_over` finds those that a kill of this process left."""
+
     started: list[str] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
 
     @property
     def args(self) -> list[str]:
@@ -71,7 +81,8 @@ def server(
 ) -> Iterator[str]:
     """Run one server. `serve`: options of `hsdump serve`, or None for a server without capture."""
     with _PORTS:
-        port = 31000 + 50 * len(target.started)  # SGLang takes some more beside it
+        port = free_port(target.ports[-1] + PORTS_APART if target.ports else target.first_port)
+        target.ports.append(port)
         target.started.append(name)
     args = [*target.args, "--model-path", str(model), "--port", str(port), *flags]
     command = [target.python, "-m", "sglang.launch_server", *args]
@@ -83,6 +94,7 @@ def server(
         process = subprocess.Popen(
             command, env=target.env(env or {}), start_new_session=True, stdout=out, stderr=subprocess.STDOUT
         )
+    _note(target.pid_file, process.pid)
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_until_up(url, process, log, wait_s)
@@ -90,6 +102,66 @@ def server(
         yield url
     finally:
         _stop(process)
+        _note(target.pid_file, process.pid, gone=True)
+
+
+def free_port(first: int) -> int:
+    """Give the first port from here on, in steps, that nobody listens on: another's /health would pass for ours."""
+    for port in range(first, first + 100 * PORTS_APART, PORTS_APART):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was left a minute ago is free
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                print(f"port {port} is taken", flush=True)
+                continue
+            return port
+    raise RuntimeError(f"no free port from {first} on")
+
+
+def _note(path: Path | None, pid: int, *, gone: bool = False) -> None:
+    if path is None:
+        return
+    with _PORTS:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = [line for line in lines if line.split()[0] != str(pid)]
+        if not gone:
+            lines.append(f"{pid} {_status(pid).get('started', '-')}")
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def end_left_over(path: Path) -> list[int]:
+    """Kill servers that an earlier call noted and did not stop, with all that they started; gives their ids."""
+    ended = []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for leader, started in (line.split() for line in lines):
+        now = _status(int(leader))
+        if now and now["started"] != started:
+            continue  # the number is another process's by now
+        for pid in _family(int(leader)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                ended.append(pid)
+    path.unlink(missing_ok=True)
+    return ended
+
+
+def _family(leader: int) -> list[int]:
+    """Give the processes of a leader's session, and all that descend from them in sessions of their own."""
+    every = {int(entry.name): _status(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    family = {pid for pid, status in every.items() if status and (pid == leader or status["session"] == str(leader))}
+    while more := {pid for pid, status in every.items() if status and int(status["parent"]) in family} - family:
+        family |= more
+    return sorted(family)
+
+
+def _status(pid: int) -> dict[str, str]:
+    """Give parent, session and start time of a process; nothing where it is gone."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return {}
+    return {} if words[0] == "Z" else {"parent": words[1], "session": words[3], "started": words[19]}
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path, wait_s: float) -> None:
