@@ -112,7 +112,7 @@ def by_native_json(case: Case) -> States:
     into one chunk and nothing is cached: only the last chunk's rows come back, and none that a cache had.
     """
     args = ("--chunked-prefill-size", "4096", "--disable-radix-cache")
-    aux = (*args, "--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3")
+    aux: tuple[str, ...] = (*args, "--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3")
     aux += ("--return-aux-hidden-state-layer-ids", *map(str, case.own))
     layers = _ask_json(case, aux, [*map(str, case.own)])
     finals = _ask_json(case, (*args, "--enable-return-hidden-states"), [FINAL])

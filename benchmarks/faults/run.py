@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import platform
+import shutil
 import tempfile
 import time
 import traceback
@@ -27,7 +28,6 @@ from tests.server.harness import SglangServer
 from tests.tiny_models import tiny_model_path
 
 from hsdump.spool.names import new_spool_dir
-from hsdump.spool.sweep import remove_spool
 
 SPOOL_FILE_SYSTEM_BYTES = 300 << 20
 """A server leaves 256 MiB of its spool's file system free, whatever its own limit."""
@@ -54,7 +54,7 @@ def run_on(folder: Path, faults: list[str], args: argparse.Namespace, *, spool: 
         server = SglangServer(model=tiny_model_path("llama"), log=folder / "server.log")
         if spool:
             place = new_spool_dir()
-            stack.callback(remove_spool, place)
+            stack.callback(shutil.rmtree, place, ignore_errors=True)
             stack.enter_context(small_disk(place, SPOOL_FILE_SYSTEM_BYTES))
             server.serve_options = ("--spool", str(place), "--spool-bytes", str(8 << 20))
         stack.enter_context(server)

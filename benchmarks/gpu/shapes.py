@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def bytes_per_token(self) -> int:
-        return (len(self.layers) + 1) * self.config["hidden_size"] * 2
+        return (len(self.layers) + 1) * int(self.config["hidden_size"]) * 2
 
     def flags(self, device: str) -> list[str]:
         return list(self.gpu_flags if device == "cuda" else self.cpu_flags)

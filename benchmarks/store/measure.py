@@ -94,7 +94,7 @@ def commit_rate(folder: Path, repeats: int, *, checksums: bool = False) -> Numbe
             for state in states:
                 if checksums:
                     xxh3(state)
-                os.write(fd, memoryview(state).cast("B"))
+                os.write(fd, state.data.cast("B"))
         os.fsync(fd)
         os.close(fd)
 

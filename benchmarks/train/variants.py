@@ -14,10 +14,9 @@ and of the sound states, other choices of what is learned from:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +61,8 @@ class Reader:
 
 
 def bits(state: torch.Tensor) -> StateArray:
-    return state.to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+    found: StateArray = state.to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+    return found
 
 
 def make(store: Path, target: Path, folders: dict[str, Path], *, device: str = "cpu", held_out: float = 0.0) -> None:
@@ -130,6 +130,6 @@ def some_of(store: Path, out: Path, number: int) -> int:
     return copied
 
 
-def first(samples: Sequence[Any], number: int) -> Iterator[Any]:
+def first(samples: Store, number: int) -> Iterator[StoredSample]:
     for place in range(min(number, len(samples))):
         yield samples[place]
