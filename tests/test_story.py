@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,15 +20,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.serving.servers import Target
-from benchmarks.story import bench, lesson, report, run, target, text
+from benchmarks.serving import load
+from benchmarks.serving.servers import Target, end_left_over, free_port
+from benchmarks.story import bench, drafting, lesson, report, run, serving, target, text
 from benchmarks.story.scale import SCALES
-from benchmarks.story.state import OutOfTime, StepFailed, Story
+from benchmarks.story.state import CLEANING, OutOfTime, StepFailed, Stopped, Story, write
 from benchmarks.story.together import together
-from benchmarks.train import variants
+from benchmarks.train import smoke, speed, variants
 
 from hsdump.store import Store
-from tests.standin import JsonHandler, serving
+from tests import standin
+from tests.standin import JsonHandler
 
 WORDS = ["--device", "cpu", "--scale", "test", "--engine", "transformers", "--in-process"]
 
@@ -48,6 +57,8 @@ def test_every_stage_leaves_its_figures(told: Path) -> None:
     assert steps["target.train"]["written_loss"] == pytest.approx(steps["target.train"]["trained_loss"], rel=1e-2)
     assert steps["bench.eval-2"]["lossless"] or steps["bench.eval-2"]["near_ties"]
     assert str(told) not in json.dumps(story)
+    assert (story["errors"], story["postponed"]) == ([], [])
+    assert story["free_gib"]["work"] > 0
     assert {path.name for path in (told / "out").iterdir()} == {"story.json", "logs.txt", "drafter-progress.csv"}
 
 
@@ -90,6 +101,7 @@ def test_pretraining_that_is_cut_goes_on(told: Path, tmp_path: Path) -> None:
 
 def make_story(folder: Path, seconds: float) -> Story:
     places = {"work": folder / "work", "out": folder / "out"}
+    places["work"].mkdir()
     where = Target(device="cpu")
     return Story(scale=SCALES["test"], device="cpu", target=where, until_s=time.monotonic() + seconds, **places)
 
@@ -173,7 +185,7 @@ class FakeServer(JsonHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with serving(FakeServer) as found:
+    with standin.serving(FakeServer) as found:
         yield found
 
 
@@ -195,22 +207,205 @@ def test_the_arithmetic_of_a_gain() -> None:
     assert found["speedup"] == pytest.approx(1.25)
 
 
+@contextmanager
+def noted_server(log: list[str], name: str) -> Iterator[str]:
+    if name == "bad":
+        raise RuntimeError("no server")
+    log.append(f"{name} up")
+    try:
+        yield f"http://{name}"
+    finally:
+        log.append(f"{name} down")
+
+
+def starts(log: list[str], *names: str) -> dict[str, Any]:
+    return {name: partial(noted_server, log, name) for name in names}
+
+
 def test_servers_beside_one_that_fails_are_stopped() -> None:
     log: list[str] = []
-
-    @contextmanager
-    def server(name: str) -> Iterator[str]:
-        if name == "bad":
-            raise RuntimeError("no server")
-        log.append(f"{name} up")
-        try:
-            yield f"http://{name}"
-        finally:
-            log.append(f"{name} down")
-
-    with together({name: partial(server, name) for name in ("a", "b")}, at_once=2) as urls:
+    with together(starts(log, "a", "b"), at_once=2) as urls:
         assert urls == {"a": "http://a", "b": "http://b"}
-    starts = {name: partial(server, name) for name in ("c", "bad")}
-    with pytest.raises(RuntimeError, match="no server"), together(starts, at_once=2):
+    with pytest.raises(RuntimeError, match="no server"), together(starts(log, "c", "bad"), at_once=2):
         pass
     assert sorted(log) == ["a down", "a up", "b down", "b up", "c down", "c up"]
+
+
+def test_a_server_that_fails_is_told_and_the_others_are_used() -> None:
+    told: list[str] = []
+
+    def note(name: str, error: Exception) -> None:
+        told.append(f"{name}: {error}")
+
+    with together(starts([], "a", "bad"), at_once=2, needed=("a",), note=note) as urls:
+        assert urls == {"a": "http://a"}
+    assert told == ["bad: no server"]
+    with pytest.raises(RuntimeError), together(starts([], "a", "bad"), at_once=2, needed=("bad",), note=note):
+        pass
+
+
+def test_a_step_that_fails_or_is_too_long_is_not_in_the_way_of_the_others(tmp_path: Path) -> None:
+    story = make_story(tmp_path, seconds=30)
+
+    def fails() -> dict[str, Any]:
+        raise StepFailed("hsdump bench: exit code 1\nno such thing")
+
+    assert story.attempt("one", 1, fails) is None
+    assert story.attempt("long", 60, dict) is None
+    assert story.attempt("short", 5, lambda: {"found": 1}) is not None
+    written = json.loads((tmp_path / "out/story.json").read_text())
+    assert [(one["step"], one["error"].splitlines()[-1]) for one in written["errors"]] == [("one", "no such thing")]
+    assert "long needs 60 s" in written["postponed"][0]
+    with pytest.raises(Stopped):
+        story.attempt("stopped", 1, stop_now)
+    CLEANING.clear()
+
+
+def stop_now() -> dict[str, Any]:
+    raise Stopped("the alarm")
+
+
+def test_a_stage_that_fails_is_not_in_the_way_of_the_others(
+    told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_story: Story) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setitem(run.STAGES, "serve", fails)
+    words = [*WORDS, "--stages", "serve,bench", "--out", str(tmp_path), "--work", str(told / "work")]
+    try:
+        assert run.main(words) == run.FAILED
+        written = json.loads((tmp_path / "story.json").read_text())
+        assert written["errors"][-1]["error"] == "ValueError: broken"
+        assert "bench.eval-2" in written["steps"]
+    finally:
+        (told / "work/errors.json").unlink()
+
+
+def test_a_stage_waits_for_what_it_is_made_of(tmp_path: Path) -> None:
+    words = [*WORDS, "--stages", "draft,lesson", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    assert run.main(words) == run.CALL_AGAIN
+    written = json.loads((tmp_path / "out/story.json").read_text())
+    assert written["errors"] == []
+    assert written["postponed"] == [
+        "draft: there is no serve.extract yet",
+        "lesson: there is no draft.vocab yet",
+    ]
+
+
+def test_an_alarm_that_a_callback_swallows_comes_again() -> None:
+    """asyncio gives whatever a callback raises to its handler of exceptions, and goes on."""
+
+    async def work() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+        asyncio.get_running_loop().call_later(0.02, lambda: time.sleep(0.2))
+        await asyncio.sleep(30)
+
+    before = signal.signal(signal.SIGALRM, run._time_is_over)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.2)
+    try:
+        with pytest.raises(Stopped):
+            asyncio.run(work())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_what_drafters_are_trained_from_all_the_same(tmp_path: Path) -> None:
+    story = make_story(tmp_path, seconds=60)
+    write(story.work / "done/serve.verify.json", {"verdict": "clean"})
+    write(story.work / "done/serve.prove.json", {"verdict": "not proved"})
+    assert drafting.doubts(story) == ["serve.prove: not proved"]
+    write(story.work / "done/serve.prove.json", {"verdict": "proved"})
+    assert drafting.doubts(story) == []
+
+
+def test_only_what_a_compiler_says_makes_attention_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hsdump.draft.attention._REFUSED", [])
+    story = make_story(tmp_path, seconds=60)
+    story.device = "cuda"
+    said: list[tuple[object, ...]] = []
+
+    def train(error: str, *words: object) -> dict[str, Any]:
+        said.append(words)
+        if "dense" in words:
+            return {"steps": 1}
+        raise StepFailed(error)
+
+    monkeypatch.setattr(story, "hsdump", partial(train, "StoreError: not fit for training"))
+    with pytest.raises(StepFailed):
+        drafting.train(story)
+    monkeypatch.setattr(story, "hsdump", partial(train, "torch._inductor.exc.LoweringException: NoValidChoicesError"))
+    assert drafting.train(story)["attention"] == "dense"
+    assert drafting.dense(story)
+    assert all("--unproved" in words for words in said)  # nothing was verified here
+
+
+def test_rates_are_read_on_long_rows() -> None:
+    rows = serving.joined([np.arange(180)] * 100, 1500, 12_345)
+    assert [len(row) for row in rows] == [1500] * 8
+    assert [len(row) for row in serving.joined([np.arange(180)], 1500, 12_345)] == [180]
+
+
+def test_requests_in_flight_can_be_said() -> None:
+    for function in (load.ordinary, load.captured):
+        assert inspect.signature(function).parameters["at_once"].default == 0
+
+
+def test_ports_of_others_are_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert free_port(port) != port
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_servers_that_a_killed_call_left_are_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '60'], start_new_session=True)"]
+    server = subprocess.Popen(command, start_new_session=True)
+    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        noted = tmp_path / "pids"
+        while not (children := Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()):
+            time.sleep(0.05)
+        begun = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        noted.write_text(f"{server.pid} {begun}\n{stranger.pid} 1\n")  # 1: another process of this number
+        assert set(end_left_over(noted)) == {server.pid, int(children[0])}
+        assert server.wait(10) == -signal.SIGKILL
+        assert stranger.poll() is None
+        assert end_left_over(noted) == []
+    finally:
+        for process in (server, stranger):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.mark.filterwarnings("ignore")  # flex attention without compilation warns about its speed
+def test_the_check_of_attention_in_small() -> None:
+    found = smoke.check(4, 2, 16, lengths=(48, 31))
+    assert found["works"], found
+    assert [(one["dtype"], one["length"]) for one in found["runs"]] == [
+        (f"torch.{dtype}", length) for dtype in ("bfloat16", "float32") for length in (48, 31)
+    ]
+
+
+def test_waiting_at_the_start_of_an_epoch_is_told_apart(tmp_path: Path) -> None:
+    rows = [(epoch, 0.9 if step == 0 else 0.1) for epoch in range(4) for step in range(3)]
+    lines = ["epoch,tokens_per_s,wait_share,gpu_gib"] + [f"{epoch},100,{wait},2.5" for epoch, wait in rows]
+    (tmp_path / "progress.csv").write_text("\n".join(lines) + "\n")
+    found = speed.figures(tmp_path)
+    assert (found["epochs_begun"], found["steps"], found["peak_gpu_gib"]) == (3, 11, 2.5)
+    assert found["wait_share_within_epochs"] == pytest.approx(0.1)
+    assert found["wait_share"] == pytest.approx((3 * 0.9 + 8 * 0.1) / 11)
+    assert speed.samples_for(40) * (1 - speed.HELD_OUT) > 80
+
+
+def test_their_figures_are_reckoned_as_ours() -> None:
+    step = {"tokens_per_s": 1000.0, "step_ms": 500.0, "fetch_frac": 0.2, "loss": 1.0}
+    steps = [{**step, "tokens_per_s": 10.0, "at_s": 0.0}] + [{**step, "at_s": float(one)} for one in range(1, 10)]
+    found = speed.their_figures({"speculators": "0.9.0", "steps": steps, "peak_gpu_gib": 4.0})
+    assert (found["tokens_per_s"], found["tokens_per_s_by_the_clock"], found["steps"]) == (1000.0, 500.0, 9)
+    assert speed.ratios({"tokens_per_s": 1500.0, "peak_gpu_gib": 2.0}, found) == {
+        "tokens_per_s": 1.5,
+        "peak_gpu_gib": 0.5,
+    }

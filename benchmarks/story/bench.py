@@ -17,7 +17,12 @@ from benchmarks.story.together import together
 
 from hsdump.draft.eval import read_prompts
 
-START_S = 200.0
+START_S = 120.0
+"""At most, for six servers to come up side by side and answer once."""
+
+LONG_S, SHORT_S, LOSSLESS_S = 130.0, 60.0, 50.0
+"""What the first draft length takes, at all concurrencies; another one; the comparison of outputs."""
+
 NEAR_TIE = 0.25
 """Two steps of bfloat16 between 16 and 32, where the largest logits lie: closer ones are decided by rounding."""
 
@@ -27,29 +32,34 @@ Tokens = list[int]
 def bench_stage(story: Story) -> None:
     if story.device == "cpu":
         for steps in story.scale.steps:
-            story.step(f"bench.eval-{steps}", 15, partial(evaluate, story, steps))
+            story.attempt(f"bench.eval-{steps}", 15, partial(evaluate, story, steps))
         return
     names = [f"bench.steps-{steps}" for steps in story.scale.steps] + ["bench.lossless"]
     if all(story.figures(name) is not None for name in names):
         return
-    story.need(START_S, "starting servers")
+    story.need(START_S + SHORT_S, "starting servers")
     wanted = [steps for steps in story.scale.steps if story.figures(f"bench.steps-{steps}") is None]
     wanted = sorted({*wanted, story.scale.steps[0]})
     starts = {str(steps): partial(story.serve, f"eagle-{steps}", *flags(story, steps)) for steps in wanted}
     starts["plain"] = partial(story.serve, "without", *story.scale.bench_flags)
-    with together(starts, at_once=len(starts)) as urls:
+    with together(starts, at_once=len(starts), needed=("plain",), note=story.note) as urls:
         with_servers(story, urls)
 
 
 def with_servers(story: Story, urls: dict[str, str]) -> None:
     prompts, plain = questions(story), urls["plain"]
-    for url in urls.values():  # kernels and graphs, once
-        asyncio.run(answers(url, prompts[:16], 16, 16))
-    for steps in story.scale.steps:
-        if str(steps) in urls:
-            story.step(f"bench.steps-{steps}", 15, partial(measure, story, urls[str(steps)], plain, steps))
-    some, first = prompts[: len(prompts) // 2], urls[str(story.scale.steps[0])]
-    story.step("bench.lossless", 20, lambda: lossless(first, plain, some, story.scale.bench_new_tokens))
+    up = [steps for steps in story.scale.steps if str(steps) in urls]
+    for name, url in urls.items():  # kernels and graphs, once
+        try:
+            asyncio.run(answers(url, prompts[:16], 16, 16))
+        except httpx.HTTPError as error:
+            story.note(f"bench.warm-up-{name}", error)
+    for steps in up:
+        needs_s = LONG_S if steps == story.scale.steps[0] else SHORT_S
+        story.attempt(f"bench.steps-{steps}", needs_s, partial(measure, story, urls[str(steps)], plain, steps))
+    if up:
+        some, first = prompts[: len(prompts) // 2], urls[str(up[0])]
+        story.attempt("bench.lossless", LOSSLESS_S, lambda: lossless(first, plain, some, story.scale.bench_new_tokens))
 
 
 def flags(story: Story, steps: int) -> list[str]:
@@ -79,6 +89,7 @@ def measure(story: Story, url: str, plain: str, steps: int) -> dict[str, Any]:
         *("bench", "--server", url, "--baseline", plain, "--prompts", story.data / "test.jsonl"),
         *("--model", story.model, "--concurrency", concurrency, "--limit", scale.test if many else scale.test // 4),
         *("--new-tokens", scale.bench_new_tokens),
+        codes=(0, 3),  # 3: some request failed, which its row says
     )
     rows, before = found["rows"], {row["concurrency"]: row for row in found["baseline"]}
     return {"steps": steps, "rows": [with_arithmetic(row, before[row["concurrency"]]) for row in rows]}
@@ -154,7 +165,7 @@ def two_best(url: str, ids: Tokens) -> dict[str, Any]:
 
 def evaluate(story: Story, steps: int) -> dict[str, Any]:
     """Decode the same questions in this process, and without drafts for comparison."""
-    words = ("eval", story.drafter, "--prompts", story.data / "test.jsonl", "--model", story.model)
+    words: tuple[object, ...] = ("eval", story.drafter, "--prompts", story.data / "test.jsonl", "--model", story.model)
     words += ("--draft-tokens", steps, "--new-tokens", story.scale.bench_new_tokens, "--limit", story.scale.test)
     if steps == story.scale.steps[0]:
         words += ("--store", story.store, "--untrained")

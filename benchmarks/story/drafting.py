@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.story.state import StepFailed, Story, afresh
+from benchmarks.train import smoke
+
+from hsdump.draft import attention
+
+COMPILER = ("torch._dynamo", "torch._inductor", "LoweringException", "BackendCompilerFailed", "InductorError", "triton")
+"""Words of a failure that dense attention avoids."""
+
+SOUND = {"serve.verify": "clean", "serve.prove": "proved"}
 
 
 def draft_stage(story: Story) -> None:
-    story.step("draft.vocab", 5, lambda: vocabulary(story))
-    story.step("draft.train", 15, lambda: train(story))
-    story.step("draft.export", 5, lambda: export(story))
+    story.step("draft.vocab", 10, lambda: vocabulary(story))
+    settle_attention(story)
+    story.step("draft.train", 30, lambda: train(story))
+    story.step("draft.export", 10, lambda: export(story))
 
 
 def vocabulary(story: Story) -> dict[str, Any]:
@@ -21,22 +30,53 @@ def vocabulary(story: Story) -> dict[str, Any]:
     return {name: found[name] for name in names}
 
 
+def settle_attention(story: Story) -> None:
+    """See whether this GPU's compiler takes flex attention; where it does not, all is dense from here on."""
+    if story.device != "cuda":
+        return
+    heads = dict(zip(story.scale.heads[::2], map(int, story.scale.heads[1::2]), strict=True))
+    shape = (heads["--heads"], heads["--kv-heads"], heads["--head-dim"])
+    found = story.step("draft.attention", smoke.TIMEOUT_S / 3, lambda: smoke.apart(*shape))
+    if not found["works"]:
+        only_dense(story, str(found["reason"]))
+    elif dense(story):
+        attention.refuse("failed in the training")
+
+
+def dense(story: Story) -> bool:
+    return (story.work / "dense-attention").exists()
+
+
+def only_dense(story: Story, reason: str) -> None:
+    """Have this process and those of later calls attend densely."""
+    print(f"flex attention does not work here, dense from here on: {reason}", flush=True)
+    (story.work / "dense-attention").write_text(reason, encoding="utf-8")
+    attention.refuse(reason)
+
+
 def train(story: Story) -> dict[str, Any]:
     """Train; go on where an earlier call was cut. Without flex attention where a GPU's compiler does not take it."""
-    scale, device = story.scale, story.device
+    scale = story.scale
     words = ["train", story.store, "--out", story.drafter, "--model", story.model, *scale.train, *scale.heads]
-    words += ["--device", device]
-    dense = story.work / "dense-attention"
-    if not dense.exists():
+    words += ["--device", story.device, *(["--unproved"] if doubts(story) else [])]
+    if not dense(story):
         try:
-            return drop(story.hsdump(*words))
+            return {**drop(story.hsdump(*words)), "doubts": doubts(story)}
         except StepFailed as error:
-            if device == "cpu":
+            if story.device == "cpu" or not any(word in str(error) for word in COMPILER):
                 raise
-            print(f"[draft.train] flex attention failed, dense from here on:\n{error}", flush=True)
-            dense.write_text(str(error), encoding="utf-8")
+            only_dense(story, str(error))
             afresh(story.drafter)
-    return {**drop(story.hsdump(*words, "--attention", "dense")), "attention": "dense"}
+    found = drop(story.hsdump(*words, "--attention", "dense"))
+    return {**found, "doubts": doubts(story), "attention": "dense"}
+
+
+def doubts(story: Story) -> list[str]:
+    """Say what keeps `hsdump train` from taking the store. It is in the figures, and learned from all the same."""
+    found = {name: (story.figures(name) or {}).get("verdict", "not done") for name in SOUND}
+    if story.engine != "sglang":  # its states need no proof
+        found.pop("serve.prove")
+    return [f"{name}: {verdict}" for name, verdict in found.items() if verdict != SOUND[name]]
 
 
 def drop(report: dict[str, Any]) -> dict[str, Any]:

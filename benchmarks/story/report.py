@@ -57,8 +57,9 @@ def report(story: dict[str, Any]) -> str:
     for part in (target, serving, drafting, bench, evaluated, lesson, times):
         lines += part(steps)
     lines += [f"\nNote: {note}" for note in story.get("notes", [])]
-    if story.get("error"):
-        lines += ["", "The last call ended with an error:", "", f"    {story['error']}"]
+    if story.get("errors"):
+        lines += ["", "Failed on the way:", ""]
+        lines += [f"- {one['step']}, call {one['call']}: `{one['error'].splitlines()[0]}`" for one in story["errors"]]
     return "\n".join(lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
 
 
@@ -93,7 +94,7 @@ def serving(steps: Steps) -> list[str]:
             rows.append([name, "verdict", steps[name].get("verdict")])
     if "serve.detach" in steps:
         found = steps["serve.detach"]
-        rows.append(["serve.detach", "proofs", "; ".join(found.get("proofs", found.get("words", [])))])
+        rows.append(["serve.detach", "proofs", "; ".join(found.get("proofs") or found.get("words") or [])])
     words = steps.get("serve.prove", {}).get("words", [])
     return ["", "## Served, captured, proved", *table(["step", "figure", ""], rows), *(f"- {word}" for word in words)]
 
@@ -126,8 +127,8 @@ def bench(steps: Steps) -> list[str]:
     head = ["steps", "in flight", "acceptance length", "per position", "tokens/s", "without", "speedup"]
     head += ["plain forward, ms", "round, ms", "length that breaks even"]
     lines = ["", "## SGLang with the drafter and without", *table(head, rows)]
-    found = steps.get("bench.lossless")
-    if found:
+    if "bench.lossless" in steps:
+        found = steps["bench.lossless"]
         margins = ", ".join(str(one["margin"]) for one in found["parted"])
         lines.append(
             f"Greedy: {found['identical']} of {found['requests']} outputs identical; "
@@ -198,7 +199,7 @@ def times(steps: Steps) -> list[str]:
     story = sum(seconds for stage, seconds in stages.items() if stage != "lesson")
     lines = ["", "## Time", *table(["stage", "seconds"], [[stage, seconds] for stage, seconds in stages.items()])]
     if "serve.extract" in steps:
-        taken = steps["serve.extract"].get("command_seconds", steps["serve.extract"]["step_seconds"])
+        taken = float(steps["serve.extract"].get("command_seconds") or steps["serve.extract"]["step_seconds"])
         share = taken / story
         lines.append(
             f"Extraction took {taken:.1f} s, {share:.1%} of the story without the lesson (starts not counted)."

@@ -11,28 +11,34 @@ Exit codes: 0 all stages are done, 4 the time was over (call again), 1 a step fa
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from benchmarks.gpu.capture import machine, versions
-from benchmarks.serving.servers import Target
+from benchmarks.serving.servers import Target, end_left_over
 from benchmarks.story import bench, drafting, lesson, serving, text
 from benchmarks.story import target as training
 from benchmarks.story.scale import SCALES
-from benchmarks.story.state import OutOfTime, Story, write
+from benchmarks.story.state import CLEANING, OutOfTime, Stopped, Story, write
 
-STAGES = ("target", "serve", "draft", "bench", "lesson")
 MLA_ON_CPU = Path(__file__).parents[2] / "tests/server/mla_on_cpu"
 CLEAN_UP_S = 40.0
 """What stopping servers and commands may take after the time is over."""
+
+AGAIN_S = 15.0
+"""The alarm comes again until somebody has taken it. Longer than a command takes to be stopped."""
+
+FIRST_PORT, PORTS_A_CALL = 20_000, 1_000
+"""Below the ports that a kernel gives to connections; each call begins behind the one before."""
 
 DONE, FAILED, CALL_AGAIN = 0, 1, 4
 LOG_BYTES = 1 << 18
@@ -43,36 +49,74 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.monotonic()
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
-    story = make_story(args, argv, begin)
+    CLEANING.clear()
     before = {number: signal.signal(number, _time_is_over) for number in (signal.SIGALRM, signal.SIGTERM)}
-    signal.setitimer(signal.ITIMER_REAL, max(args.seconds - CLEAN_UP_S, 1.0))
-    code = DONE
+    signal.setitimer(signal.ITIMER_REAL, max(args.seconds - CLEAN_UP_S, 1.0), AGAIN_S)
+    story = None
     try:
+        story = make_story(args, argv, begin)
         for stage in args.stages.split(","):
-            run_stage(story, stage)
-    except OutOfTime as over:
-        print(f"the time of this call is over: {over}; the same command goes on", flush=True)
-        code = CALL_AGAIN
-    except Exception as error:  # a benchmark keeps what it has
-        traceback.print_exc()
-        first = f"{type(error).__name__}: {error}".splitlines()[0]
-        story.about["error"] = first.replace(str(story.work), "WORK").replace(str(story.out), "OUT")[:500]
-        code = FAILED
+            attempt_stage(story, stage)
+    except Stopped as over:
+        print(f"the time of this call is over: {over}", flush=True)
+        if story is not None:
+            story.postponed.append(str(over))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
-        story.publish()
-        keep_logs(story)
-    print(f"exit code {code} after {time.monotonic() - begin:.0f} s", flush=True)
+        if story is not None:
+            story.publish()
+            keep_logs(story)
+    code = CALL_AGAIN if story is None or story.postponed else DONE
+    code = FAILED if story is not None and story.failed else code
+    more = "" if code == DONE else "; the same command goes on"
+    print(f"exit code {code} after {time.monotonic() - begin:.0f} s{more}", flush=True)
     return code
+
+
+def attempt_stage(story: Story, stage: str) -> None:
+    """Run a stage; where it cannot go on, the others still can.
+
+    Raises:
+        Stopped: this call is over.
+    """
+    print(f"== {stage}, {story.left():.0f} s are left", flush=True)
+    lacks = [name for name in BEFORE[stage] if story.figures(name) is None and not (name in GIVEN and story.model_path)]
+    try:
+        if lacks:
+            story.postpone(stage, f"there is no {', '.join(lacks)} yet")
+        else:
+            STAGES[stage](story)
+    except Stopped:
+        raise
+    except OutOfTime as over:
+        story.postpone(stage, over)
+    except Exception as error:  # a benchmark keeps what it has
+        story.note(stage, error)
+    finally:
+        free_memory(story, stage)
+
+
+def free_memory(story: Story, stage: str) -> None:
+    """Give a GPU's memory back to the servers and commands of the next stage, and note how much it was."""
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        gc.collect()
+        peaks = story.about.setdefault("peak_gpu_gib", {})
+        peaks[stage] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
     parser.add_argument("--scale", choices=sorted(SCALES), help="[default: gpu or cpu, as the device]")
-    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--stages", default=",".join(STAGES), help="[default: all]")
     parser.add_argument("--out", type=Path, required=True, help="results and logs, small")
     parser.add_argument("--work", type=Path, required=True, help="everything else; must stay between calls")
     parser.add_argument("--seconds", type=float, default=570.0, help="this call has ended by then")
@@ -95,6 +139,7 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
     args.out.mkdir(parents=True, exist_ok=True)
     logs = args.work / "logs"
     logs.mkdir(exist_ok=True)
+    said = said_so_far(args.work, argv)
     paths = [str(MLA_ON_CPU)] if args.device == "cpu" else []
     target = Target(
         device=args.device,
@@ -102,9 +147,14 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
         pythonpath=os.pathsep.join([*paths, args.pythonpath]),
         made_up=False,
         log_dir=logs,
+        first_port=FIRST_PORT + PORTS_A_CALL * (len(said) % 10),
+        pid_file=args.work / "servers.pids",
     )
+    if args.engine == "sglang":
+        print(f"left over from an earlier call, ended: {end_left_over(args.work / 'servers.pids')}", flush=True)
     about: dict[str, Any] = {
-        "commands": said_so_far(args.work, argv),
+        "commands": said,
+        "free_gib": free_space(args.work),
         "machine": machine(args.device),
         "versions": versions_of(args.work, target.python) if args.engine == "sglang" else {},
     }
@@ -122,6 +172,14 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
         model_path=args.model,
         about=about,
     )
+
+
+def free_space(work: Path) -> dict[str, float]:
+    """Say what the disk and shared memory have left at the start."""
+    places = {"work": work, "shared_memory": Path("/dev/shm")}
+    found = {name: round(shutil.disk_usage(path).free / 2**30, 1) for name, path in places.items() if path.exists()}
+    print(f"GiB free: {found}", flush=True)
+    return found
 
 
 def versions_of(work: Path, python: str) -> dict[str, str]:
@@ -144,19 +202,6 @@ def said_so_far(work: Path, argv: list[str]) -> list[str]:
     return list(found)
 
 
-def run_stage(story: Story, stage: str) -> None:
-    print(f"== {stage}, {story.left():.0f} s are left", flush=True)
-    if stage == "target":
-        target_stage(story)
-    else:
-        {
-            "serve": serving.serve_stage,
-            "draft": drafting.draft_stage,
-            "bench": bench.bench_stage,
-            "lesson": lesson.lesson_stage,
-        }[stage](story)
-
-
 def target_stage(story: Story) -> None:
     """Find text, write questions, train the target."""
     scale, data = story.scale, story.data
@@ -175,10 +220,29 @@ def target_stage(story: Story) -> None:
     story.step("target.train", 10, train)
 
 
+STAGES: dict[str, Callable[[Story], None]] = {
+    "target": target_stage,
+    "serve": serving.serve_stage,
+    "draft": drafting.draft_stage,
+    "bench": bench.bench_stage,
+    "lesson": lesson.lesson_stage,
+}
+BEFORE = {
+    "target": (),
+    "serve": ("target.train",),
+    "draft": ("serve.extract",),
+    "bench": ("draft.export",),
+    "lesson": ("draft.vocab",),
+}
+"""Steps that a stage cannot do without."""
+
+GIVEN = ("target.train",)
+"""Not needed where a model is given."""
+
+
 def _time_is_over(number: int, _frame: FrameType | None) -> None:
-    for other in (signal.SIGALRM, signal.SIGTERM):  # a second one must not end the cleaning up
-        signal.signal(other, signal.SIG_IGN)
-    raise OutOfTime("stopped" if number == signal.SIGTERM else "a step was still at work")
+    if not CLEANING.is_set():
+        raise Stopped("stopped" if number == signal.SIGTERM else "a step was still at work")
 
 
 def keep_logs(story: Story) -> None:

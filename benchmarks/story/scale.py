@@ -142,11 +142,11 @@ SCALES = {
         ),
         heads=("--heads", "12", "--kv-heads", "6", "--head-dim", "64"),
         bench_new_tokens=128,
-        lesson_samples=2000,
+        lesson_samples=1000,
         lesson_prompts=8,
         lesson_new_tokens=48,
         lesson=TrainOptions(
-            ttt_steps=3, tokens=8192, epochs=400, max_steps=300, lr=1e-3, held_out=0.08, validate_every=300, workers=6
+            ttt_steps=3, tokens=8192, epochs=400, max_steps=200, lr=1e-3, held_out=0.08, validate_every=200, workers=6
         ),
         prove_samples=64,
         server_flags=(

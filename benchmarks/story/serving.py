@@ -16,14 +16,19 @@ from benchmarks.serving.load import Samples, captured, ordinary
 from benchmarks.story.state import StepFailed, Story
 from benchmarks.story.together import together
 
+from hsdump.prompts import Skip
 from hsdump.prompts.inputs import read_rows
 
 STEPS = ("serve.generate", "serve.extract", "serve.verify", "serve.prove", "serve.probe", "serve.rates")
 START_S = 130.0
 """At most, for servers to come up."""
 
-RATE_SAMPLES = 2000
-"""Samples of a reading of the rate."""
+RATE_ROW, RATE_TOKENS = 1500, 1_500_000
+"""Tokens of a request, and of a reading of the rate. An answer's 180 tokens take a small model less time than their
+request takes HTTP, so answers are joined."""
+
+READINGS = 3
+RATE_IN_FLIGHT = 64
 
 
 def serve_stage(story: Story) -> None:
@@ -36,21 +41,23 @@ def serve_stage(story: Story) -> None:
         capture = {"capture": lambda: story.serve("capture", *story.scale.generate_flags, capture=True)}
         plain = {"plain": lambda: story.serve("plain", *story.scale.prefill_flags)}
         at_once = story.device == "cuda"  # elsewhere a second start would only take the first one's time
-        with together({**capture, **plain} if at_once else capture, at_once=2) as urls:
+        starts = {**capture, **plain} if at_once else capture
+        with together(starts, at_once=2, needed=("capture",), note=story.note) as urls:
             captured_and_proved(story, urls["capture"])
             if story.figures("serve.rates") is None:
-                with together({} if at_once else plain, at_once=1) as more:
-                    beside = {**urls, **more}["plain"]
-                    story.step("serve.rates", 20, lambda: rates(story, urls["capture"], beside))
-    story.step("serve.detach", 5, lambda: detach(story))
+                with together({} if at_once else plain, at_once=1, note=story.note) as more:
+                    beside = {**urls, **more}.get("plain")
+                    if beside:
+                        story.attempt("serve.rates", 60, lambda: rates(story, urls["capture"], beside))
+    story.attempt("serve.detach", 5, lambda: detach(story))
 
 
 def captured_and_proved(story: Story, url: str) -> None:
     story.step("serve.generate", 20, lambda: generate(story, url))
     story.step("serve.extract", 15, lambda: extract(story, url))
-    story.step("serve.verify", 10, lambda: trim(story.hsdump("verify", story.store, codes=(0, 1, 2))))
-    story.step("serve.prove", 15, lambda: prove(story, story.store, url))
-    story.step("serve.probe", 15, lambda: trim(story.hsdump("probe", "--server", url, codes=(0, 1, 2))))
+    story.attempt("serve.verify", 15, lambda: trim(story.hsdump("verify", story.store, codes=(0, 1, 2))))
+    story.attempt("serve.prove", 20, lambda: prove(story, story.store, url))
+    story.attempt("serve.probe", 20, lambda: trim(story.hsdump("probe", "--server", url, codes=(0, 1, 2))))
 
 
 def generate(story: Story, url: str) -> dict[str, Any]:
@@ -67,19 +74,30 @@ def generate(story: Story, url: str) -> dict[str, Any]:
 
 def token_rows(path: Path) -> Samples:
     """Give the tokens of every answer, prompt included."""
-    return [np.asarray(row.value["input_ids"], dtype=np.int64) for row in read_rows(path)]
+    rows = [row.value for row in read_rows(path) if not isinstance(row, Skip)]
+    return [np.asarray(row["input_ids"], dtype=np.int64) for row in rows]
+
+
+def joined(samples: Samples, length: int, tokens: int) -> Samples:
+    """Join samples to rows of so many tokens, until there are so many tokens in all."""
+    flat = np.concatenate(samples)[:tokens]
+    whole = max(len(flat) // length, 1)
+    return list(flat[: whole * length].reshape(whole, -1))
 
 
 def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
-    """Read the rate of the same tokens: without capture, with it on, drained through shared memory; and the store's."""
+    """Read the rate of the same tokens: without capture, with it on, drained through shared memory; and the store's.
+
+    The store's is of the answers as they are, shorter than the rows here.
+    """
     samples = token_rows(story.answers)
     random.Random(4).shuffle(samples)
-    some = samples[:RATE_SAMPLES]
-    flight = story.scale.in_flight
+    some = joined(samples, min(RATE_ROW, story.scale.positions - 16), RATE_TOKENS)
+    flight = min(story.scale.in_flight, RATE_IN_FLIGHT)
     for one in (plain, url):  # kernels are compiled for lengths not seen before
         ordinary(one, some[: max(4, len(some) // 8)], at_once=flight)
     found: dict[str, list[float]] = {"plain": [], "capture_on": [], "drained": []}
-    for _ in range(2):
+    for _ in range(READINGS):
         found["plain"].append(ordinary(plain, some, at_once=flight).tokens_per_s)
         found["capture_on"].append(ordinary(url, some, at_once=flight).tokens_per_s)
         found["drained"].append(captured(url, some, at_once=flight).tokens_per_s)
@@ -87,6 +105,7 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
     stored = (story.figures("serve.extract") or {}).get("tokens_per_s", 0.0)
     return {
         "samples": len(some),
+        "row_tokens": len(some[0]),
         "tokens": int(sum(map(len, some))),
         "readings": {name: [round(value, 1) for value in values] for name, values in found.items()},
         **{f"{name}_tokens_per_s": value for name, value in best.items()},
@@ -125,7 +144,17 @@ def detach(story: Story) -> dict[str, Any]:
 
 def trim(report: dict[str, Any]) -> dict[str, Any]:
     """Keep verdict, words and small numbers of a report."""
-    keep = ("verdict", "exit_code", "words", "samples", "tokens", "command_seconds", "counts", "states", "engine_ids")
+    keep: tuple[str, ...] = (
+        "verdict",
+        "exit_code",
+        "words",
+        "samples",
+        "tokens",
+        "command_seconds",
+        "counts",
+        "states",
+        "engine_ids",
+    )
     keep += ("wrong_share_below", "layers_read", "undone", "proofs", "of_samples", "engine")
     found = {name: report[name] for name in keep if name in report}
     if len(json.dumps(found.get("states", []))) > 6000:

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -23,8 +25,20 @@ QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE
 STOP_S = 10.0
 
 
-class OutOfTime(Exception):
-    """The call's time is over; the next one goes on here."""
+CLEANING = threading.Event()
+"""Set while `OutOfTime` makes its way up: a second one would interrupt the stopping of commands and servers."""
+
+
+class OutOfTime(BaseException):
+    """The call's time is over, or too short for a step; the next one goes on here.
+
+    No `Exception`, so that none of the handlers for those takes it. asyncio drops it all the same where it arises in a
+    callback of its loop: the alarm raises it again then.
+    """
+
+
+class Stopped(OutOfTime):
+    """The alarm or a signal: nothing more is begun in this call."""
 
 
 class StepFailed(Exception):
@@ -60,6 +74,12 @@ class Story:
 
     about: dict[str, Any] = field(default_factory=dict)
     """Machine, versions, command."""
+
+    postponed: list[str] = field(default_factory=list)
+    """What this call had no time for, or lacked something for that an earlier step makes."""
+
+    failed: list[str] = field(default_factory=list)
+    """Steps that failed in this call."""
 
     @property
     def data(self) -> Path:
@@ -118,6 +138,7 @@ class Story:
         try:
             found = work()
         except OutOfTime:
+            CLEANING.set()
             write(cut, round(before + time.monotonic() - begin, 2))
             raise
         found["step_seconds"] = round(before + time.monotonic() - begin, 2)
@@ -126,11 +147,49 @@ class Story:
         print(f"[{name}] {found['step_seconds']:.1f} s: {shorten(found)}", flush=True)
         return found
 
+    def attempt(self, name: str, needs_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Do a step that others do not wait for: where it fails, or there is no time for it, they go on.
+
+        Raises:
+            Stopped: this call is over.
+        """
+        try:
+            return self.step(name, needs_s, work)
+        except Stopped:
+            raise
+        except OutOfTime as over:
+            self.postpone(name, over)
+        except Exception as error:
+            self.note(name, error)
+        return None
+
+    def postpone(self, name: str, why: object) -> None:
+        """Leave something to a later call."""
+        CLEANING.clear()
+        self.postponed.append(f"{name}: {why}")
+        print(f"[{name}] not in this call: {why}", flush=True)
+
+    def note(self, name: str, error: BaseException) -> None:
+        """Keep what failed, with the last line of its traceback, for the results: in them until the end."""
+        traceback.print_exception(error)
+        last = f"{type(error).__name__}: {error}".strip()
+        last = last.replace(str(self.work), "WORK").replace(str(self.out), "OUT")
+        if len(last) > 1500:  # a command's: what it was, and the end of what it said
+            last = f"{last[:400]} [...] {last[-1000:]}"
+        self.failed.append(name)
+        path = self.work / "errors.json"
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        write(path, [*found, {"step": name, "call": len(self.about.get("commands", [])), "error": last}])
+        self.publish()
+
     def publish(self) -> None:
         """Write all that is known so far to where results are kept: a call that is killed loses none of it."""
         done = sorted((self.work / "done").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         steps = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in done}
-        write(self.out / "story.json", {**self.about, "scale": self.scale.name, "steps": steps})
+        path = self.work / "errors.json"
+        errors = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        told = {**self.about, "scale": self.scale.name, "postponed": self.postponed, "errors": errors, "steps": steps}
+        write(self.out / "story.json", told)
 
     def hsdump(self, *words: object, codes: tuple[int, ...] = (0,)) -> dict[str, Any]:
         """Run one command as a user does; its report, with `exit_code` and `command_seconds` in it.
@@ -158,6 +217,7 @@ class Story:
                 raise OutOfTime(f"hsdump {said[0]} was stopped") from None
             finally:
                 if process.poll() is None:
+                    CLEANING.set()
                     stop(process)
         seconds = time.monotonic() - begin
         if process.returncode not in codes:

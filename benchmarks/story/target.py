@@ -14,10 +14,12 @@ Letters: B = rows of a batch, T = tokens, H = hidden size, E = experts, I = widt
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -97,7 +99,8 @@ class Pretraining(Training):
 
     def __init__(self, scale: Scale, folder: Path, model: Any, device: str) -> None:
         self.scale, self.folder, self.device = scale, folder, device
-        self.number, self.spent_s, self.curve = 0, 0.0, []
+        self.number, self.spent_s = 0, 0.0
+        self.curve: list[dict[str, Any]] = []
         self._recent: list[Tensor] = []
         self._begun_s = time.monotonic()
         model.to(device).train()
@@ -247,12 +250,32 @@ def expert_shares(model: Any) -> list[float]:
 def train_target(
     scale: Scale, data: Path, folder: Path, *, device: str, llama: bool, left_s: Callable[[], float]
 ) -> Any:
-    """Train, or go on, until the target is written.
+    """Train, or go on, until the target is written; with half of the rows at once where memory does not do.
 
     Returns:
         The figures; None when the time was over before.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    note = folder / "batch-rows"
+    while True:
+        rows = int(note.read_text(encoding="utf-8")) if note.exists() else scale.batch_rows
+        try:
+            return _train_target(
+                replace(scale, batch_rows=rows), data, folder, device=device, llama=llama, left_s=left_s
+            )
+        except torch.OutOfMemoryError:
+            if rows <= 2 or not left_s() > 0:
+                raise
+            print(f"[target] {rows} rows at once are too many", flush=True)
+            note.write_text(str(rows // 2), encoding="utf-8")
+            (folder / "checkpoint.pt").unlink(missing_ok=True)  # its steps were of other sizes
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _train_target(
+    scale: Scale, data: Path, folder: Path, *, device: str, llama: bool, left_s: Callable[[], float]
+) -> Any:
     model = make_model(scale, llama=llama)
     training = Pretraining(scale, folder, model, device)
     training.restore()
@@ -266,6 +289,7 @@ def train_target(
         "weights": sum(weight.numel() for weight in model.parameters()),
         "layers": model.config.num_hidden_layers,
         "hidden_size": model.config.hidden_size,
+        "batch_rows": scale.batch_rows,
         "steps": training.number,
         "tokens": tokens,
         "epochs": round(tokens / rows.size, 2),
@@ -279,6 +303,9 @@ def train_target(
     save_model(model, scale, data, folder / "model", llama=llama)
     few = unseen[:2]
     figures |= {"trained_loss": round(held_out_loss(model, few, device), 4)}
-    figures |= check_written(folder / "model", few)
+    try:
+        figures |= check_written(folder / "model", few)
+    except Exception as error:  # it is written, and minutes of training are not done again for a check
+        figures |= {"check_failed": f"{type(error).__name__}: {error}"[:500]}
     (folder / "checkpoint.pt").unlink(missing_ok=True)
     return figures
