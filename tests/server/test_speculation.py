@@ -33,6 +33,12 @@ TRAINING = (
 )
 """The demo's with less of it: far from what the drafter can reach, and well above nothing."""
 
+PRECISION = ("--dtype", "float32")
+"""As `hsdump eval` decodes, so that both come to the same tokens however wide a batch is."""
+
+TIE = 1e-3
+"""Nats between the two best tokens, where float32 sums in another order may choose the other."""
+
 # SGLang's platform check would take --attention-backend intel_amx back on a processor without AMX.
 EAGLE = (
     *("--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"),
@@ -80,7 +86,7 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafted]:
         assert demo.main(["--out", str(folder / "demo")]) == 0
     places = Places(folder / "demo")
     summary = json.loads(places.summary.read_text())
-    args = drafts(places.exported("sglang"), 3, 1, 4)
+    args = (*PRECISION, *drafts(places.exported("sglang"), 3, 1, 4))
     with SglangServer(model=TARGET, log=folder / "log", capture=False, sglang_args=args) as server:
         yield Drafted(places, summary, server.url)
 
@@ -94,7 +100,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 def test_sglang_accepts_what_eval_foretold_and_says_the_same_as_without(
     drafted: Drafted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with SglangServer(model=TARGET, log=tmp_path / "log", capture=False) as plain:
+    with SglangServer(model=TARGET, log=tmp_path / "log", capture=False, sglang_args=PRECISION) as plain:
         words = ("bench", "--server", drafted.url, "--baseline", plain.url, "--prompts", str(drafted.places.questions))
         more = ("--model", str(TARGET), "--new-tokens", str(NEW_TOKENS), "--concurrency", "1,4")
         found = run_json(capsys, *words, *more)
@@ -105,9 +111,9 @@ def test_sglang_accepts_what_eval_foretold_and_says_the_same_as_without(
         foretold = drafted.summary["acceptance_length"]
         print(f"foretold {foretold:.3f}, alone {alone['acceptance_length']:.3f}, {alone['per_position']}")  # noqa: T201
         assert foretold > 1.2, "a drafter that nobody would notice proves nothing"
-        # The drafter's states are bfloat16 there and the last round of an answer may be cut: 100 rounds in all.
-        assert alone["acceptance_length"] == pytest.approx(foretold, abs=0.08)
-        assert together["acceptance_length"] == pytest.approx(foretold, abs=0.08)
+        # SGLang counts an answer's first token, which prefill gives, and what its last round was cut by: one of 48.
+        assert alone["acceptance_length"] == pytest.approx(foretold, rel=2 / NEW_TOKENS)
+        assert together["acceptance_length"] == pytest.approx(foretold, rel=2 / NEW_TOKENS)
 
         questions = drafted.questions()
         with_drafts, without = (
@@ -115,14 +121,14 @@ def test_sglang_accepts_what_eval_foretold_and_says_the_same_as_without(
             for url in (drafted.url, plain.url)
         )
     for fast, slow in zip(with_drafts, without, strict=True):
-        assert same_or_near_tie(fast, slow)
+        assert same_or_near_tie(fast, slow, near=TIE)
 
 
 def test_a_tree_of_drafts_in_a_server_that_bench_starts(
     drafted: Drafted, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two branches: of the same length as a chain, more is accepted."""
-    args = drafts(drafted.drafter, "{steps}", "{topk}", "{tokens}")
+    args = (*PRECISION, *drafts(drafted.drafter, "{steps}", "{topk}", "{tokens}"))
     server = SglangServer(model=TARGET, log=tmp_path / "log", capture=False, sglang_args=args, port=free_port())
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
