@@ -23,6 +23,8 @@ from benchmarks.story.scale import Scale
 
 QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
 STOP_S = 10.0
+START_S = {"cuda": 240.0, "cpu": 900.0}
+"""A server that is not up by then will not be."""
 
 
 CLEANING = threading.Event()
@@ -244,7 +246,8 @@ class Story:
         serve = None
         if capture:
             serve = ["--layers", layers, "--spool-bytes", str(self.scale.spool_bytes)]
-        return server(self.target, name, self.model, base, serve=serve, wait_s=max(self.left(), 1.0))
+        wait_s = min(self.left(), START_S[self.device])
+        return server(self.target, name, self.model, base, serve=serve, wait_s=max(wait_s, 1.0))
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -23,8 +23,9 @@ from hsdump.draft.attention import ByDocument, Flex
 
 LENGTHS = (4094, 1531)
 TIMEOUT_S = 150.0
-BF16_ERROR, FP32_ERROR = 3e-2, 1e-3
-"""Largest difference from dense attention, of outputs of size 1 at most; float32 products may be tf32 on a GPU."""
+BF16_ERROR, FP32_ERROR = 8e-2, 1e-2
+"""Largest difference from dense attention in float32. Outputs are of size 4 at most, of which bfloat16 rounds away
+0.016; gradients are divided by their largest; float32 products may be tf32 on a GPU. A wrong mask is off by 1."""
 
 
 def check(heads: int, kv_heads: int, head_dim: int, *, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
@@ -51,10 +52,10 @@ def _difference(heads: int, kv_heads: int, width: int, length: int, dtype: torch
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(parts)).to(device)
     backward = device == "cuda"
     results = []
-    for causal in (Flex(documents), ByDocument(parts)):
-        torch.manual_seed(length)
-        flat = [torch.randn(length, count, width, device=device, dtype=dtype) for count in (heads, kv_heads, kv_heads)]
-        flat = [one.requires_grad_(backward) for one in flat]
+    torch.manual_seed(length)
+    made = [torch.randn(length, count, width, device=device).to(dtype) for count in (heads, kv_heads, kv_heads)]
+    for causal, kind in ((Flex(documents), dtype), (ByDocument(parts), torch.float32)):
+        flat = [one.to(kind, copy=True).requires_grad_(backward) for one in made]
         with torch.set_grad_enabled(backward):
             out, sums = causal(*(one.transpose(0, 1) for one in flat))
         found = [out, sums / 8]  # sums are about log(length)
