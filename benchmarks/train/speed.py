@@ -252,12 +252,13 @@ def ratios(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     words = parse()
     shape = SMALL if words.small else BIG
-    shutil.rmtree(words.work, ignore_errors=True)
+    work = words.work / "hsdump-train-speed"
+    shutil.rmtree(work, ignore_errors=True)
     begin.LOOKED_AT = 4  # states of random numbers: nothing to find
     begin_s = time.monotonic()
     samples = samples_for(words.steps)
-    make_target(words.work / "target", shape)
-    make_store(words.work / "store", words.work / "target", shape, samples)
+    make_target(work / "target", shape)
+    make_store(work / "store", work / "target", shape, samples)
     options = TrainOptions(
         ttt_steps=words.ttt_steps,
         tokens=A_BATCH * shape["length"],
@@ -278,11 +279,11 @@ def main() -> None:
         "torch": torch.__version__,
         "making_seconds": round(time.monotonic() - begin_s, 1),
     }
-    result["hsdump"] = ours(words.work, options, words.attention, shape)
+    result["hsdump"] = ours(work, options, words.attention, shape)
     write(words.out, result)
     if words.speculators:
         try:
-            result["speculators"] = theirs(words.work, options, words.their_seconds)
+            result["speculators"] = theirs(work, options, words.their_seconds)
         except Exception as error:
             traceback.print_exc()
             result["speculators"] = {"failed": f"{type(error).__name__}: {error}"[:1500]}
@@ -293,7 +294,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train.speed")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/hsdump-train-speed"), help="made anew; some 25 GB")
+    parser.add_argument("--work", type=Path, default=Path("/tmp"), help="a folder is made there anew, of 25 GB")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--speculators", action="store_true")
     parser.add_argument("--their-seconds", type=float, default=200.0, help="that library's trainer is stopped then")
