@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hsdump.sglang import facts, targets
+from hsdump.sglang import facts, taps, targets
 from hsdump.sglang.facts import RunnerFacts, conflict, decode_obstacle
 from hsdump.sglang.hooks import ServerCapture
 from hsdump.sglang.switch import AuxSwitch, CannotSwitch
@@ -206,6 +206,21 @@ def test_a_rank_whose_ring_does_not_fit_stays_in_step_with_the_others(
     assert model(ROWS) == outcome
     if ranks > 1:
         assert capture.around_logits(lambda *args: args[-1], None, None, None, None, None, "aux") is None
+
+
+def test_a_tap_that_cannot_be_made_leaves_no_ring_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory that nobody writes to would be missing until the server ends."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("out of the device's memory")
+
+    monkeypatch.setattr(taps, "RingTap", fail)
+    monkeypatch.setenv("HSDUMP_LAYERS", "3")
+    monkeypatch.setenv("HSDUMP_SPOOL_BYTES", str(1 << 20))
+    says_of_itself(monkeypatch, device="cuda")
+    ServerCapture(tmp_path).after_load_model(None, runner(Llama()))
+    assert "out of the device's memory" in announced(tmp_path)["declined"]
+    assert list(tmp_path.glob("ring-*")) == []
 
 
 def test_a_runner_without_its_settings_is_announced_all_the_same(tmp_path: Path) -> None:

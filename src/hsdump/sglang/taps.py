@@ -79,4 +79,8 @@ def make_tap(
     share = (facts.tp_rank, settings.copying_ranks)
     rows = -(-facts.rows_per_pass // settings.copying_ranks)
     staging = staging_bytes(rows, shape.bytes_per_token + 8, settings.staging_bytes)
-    return RingTap(ring, spool, device=facts.device, staging=staging, share=share), path.name
+    try:
+        return RingTap(ring, spool, device=facts.device, staging=staging, share=share), path.name
+    except BaseException:
+        path.unlink(missing_ok=True)  # gigabytes of shared memory, which would stay until this server ends
+        raise
