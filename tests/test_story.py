@@ -341,6 +341,25 @@ def test_only_what_a_compiler_says_makes_attention_dense(tmp_path: Path, monkeyp
     assert all("--unproved" in words for words in said)  # nothing was verified here
 
 
+def test_tokens_that_are_no_canonical_text_are_proved_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story = make_story(tmp_path, seconds=60)
+    said: list[bool] = []
+
+    def answer(*words: object, codes: tuple[int, ...]) -> dict[str, Any]:
+        said.append("--no-text" in words)
+        if said[-1]:
+            return {"verdict": "proved", "words": []}
+        return {"verdict": "not proved", "words": [f"1 of 4 samples {serving.OTHER_TOKENS} of their text"]}
+
+    monkeypatch.setattr(story, "hsdump", answer)
+    found = story.step("serve.prove", 1, lambda: serving.prove(story, tmp_path, "http://server"))
+    assert (found["verdict"], found["with_text"]["verdict"], said) == ("proved", "not proved", [False, True])
+    assert serving.prove(story, tmp_path, "http://server")["verdict"] == "proved"
+    assert said == [False, True, True]  # the lesson's stores hold the same tokens
+
+
 def test_rates_are_read_on_long_rows() -> None:
     rows = serving.joined([np.arange(180)] * 100, 1500, 12_345)
     assert [len(row) for row in rows] == [1500] * 8
