@@ -99,14 +99,18 @@ def test_the_server_is_killed_again_and_again_under_one_client(tiny_llama: Path,
     with SglangServer(model=tiny_llama, log=tmp_path / "server.log") as server:
         with (tmp_path / "client.log").open("w") as log:
             client = subprocess.Popen(extract_command(rows, server.url, out), stdout=log, stderr=subprocess.STDOUT)
-        wait_for_shard(out, 0, client)  # a client that has not seen the server yet would rightly end
-        for _ in range(KILLS):
-            time.sleep(moments.uniform(0.5, 3.0))
-            dead_spool = spool_of(server)
-            server.kill()
-            server.start()
-        # A server's death costs no sample a try: however many there were, all are committed.
-        assert client.wait(timeout=300) == 0, (tmp_path / "client.log").read_text()
+        try:
+            wait_for_shard(out, 0, client)  # a client that has not seen the server yet would rightly end
+            for _ in range(KILLS):
+                time.sleep(moments.uniform(0.5, 3.0))
+                dead_spool = spool_of(server)
+                server.kill()
+                server.start()
+            # A server's death costs no sample a try: however many there were, all are committed.
+            assert client.wait(timeout=300) == 0, (tmp_path / "client.log").read_text()
+        finally:
+            client.kill()
+            client.wait()
         check_union(out, samples, tiny_llama)
         assert leftovers(spool_of(server)) == []
         assert not dead_spool.exists()

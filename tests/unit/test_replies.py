@@ -14,6 +14,7 @@ from hsdump.engines import sglang_http
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, ServerAway, ServerLoad
 from hsdump.engines.rows import Rows
 from hsdump.engines.sglang_http import SglangEngine
+from hsdump.locks import AliveLock
 from hsdump.spool.names import Rid
 from hsdump.spool.reader import FailedNote
 from tests.standin import JsonHandler, serving
@@ -129,7 +130,7 @@ def test_a_server_that_was_started_anew_in_the_same_spool_is_greeted_first(tmp_p
             self.body()
             self.send({"meta_info": {"prompt_tokens": 3}})
 
-    async def run(url: str, *, anew: bool) -> tuple[object, object, bool]:
+    async def run(url: str, *, anew: bool = False) -> tuple[object, object, bool]:
         engine = SglangEngine(url)
         engine._info, engine._hand_over = INFO, GivenRows({KEYS[0]: answers.rows([1, 2, 3])})
         engine._announced = {announcement: sglang_http._mark(announcement)}
@@ -143,11 +144,16 @@ def test_a_server_that_was_started_anew_in_the_same_spool_is_greeted_first(tmp_p
         return captured, load, engine.lost
 
     with serving(Server) as url:
-        captured, load, lost = asyncio.run(run(url, anew=False))
+        lives = AliveLock(announcement.with_suffix(".lock"))
+        captured, load, lost = asyncio.run(run(url))
         assert (type(captured), type(load), lost) == (CapturedSample, ServerLoad, False)
         captured, load, lost = asyncio.run(run(url, anew=True))
-    assert (type(captured), type(load), lost) == (ServerAway, ServerAway, True)
-    assert answers.released == 1
+        assert (type(captured), type(load), lost) == (ServerAway, ServerAway, True)
+        assert answers.released == 1
+        lives.release()
+        # Killed, and another one answers there, from a spool of its own: what was captured before its death counts.
+        captured, load, lost = asyncio.run(run(url))
+        assert (type(captured), type(load), lost) == (CapturedSample, ServerAway, True)
 
 
 @pytest.mark.parametrize("ids", [[], [1, 2], [1, 2, 3, 4]])

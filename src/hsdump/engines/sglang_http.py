@@ -145,6 +145,7 @@ class SglangEngine:
             ServerAway: nobody answers, or a server that was not greeted yet: `lost` says so.
         """
         self._raise_if_another()
+        self._raise_if_dead()
         try:
             response = await self._http.get("/v1/loads", params={"include": "core"}, timeout=LOAD_WAIT_S)
             ranks = response.json()["loads"] if response.status_code == httpx.codes.OK else []
@@ -285,6 +286,14 @@ class SglangEngine:
             if _mark(path) not in (mark, None):
                 self._lost = True
                 raise ServerAway(f"{self.url} was started anew")
+
+    def _raise_if_dead(self) -> None:
+        """See that the server that was greeted lives: the one that answers in its place may use another spool, in
+        which nobody looks for what it captures.
+        """
+        if self._announced and not any(is_held(path.with_suffix(".lock")) for path in self._announced):
+            self._lost = True
+            raise ServerAway(f"{self.url} went away")
 
     async def _raise_if_gone(self, error: Exception) -> None:
         """Tell a server that died, which is nobody's fault, from a connection that broke."""
