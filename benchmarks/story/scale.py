@@ -89,6 +89,9 @@ def _mla(**changes: Any) -> dict[str, Any]:
     return {**base, **changes}
 
 
+DRAFTS_ON_CPU = ("--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx")
+"""The backend that has a form for drafts there; by itself SGLang takes it with AMX only."""
+
 SCALES = {
     # 24 thin layers: decoding one token takes long enough then that a drafter's own time is small beside it. The
     # widths of latent attention are those that SGLang's kernels on a GPU take.
@@ -197,6 +200,7 @@ SCALES = {
         ),
         heads=("--heads", "3", "--kv-heads", "3", "--head-dim", "64"),
         bench_new_tokens=48,
+        bench_flags=DRAFTS_ON_CPU,
         steps=(3, 1),
         lesson_samples=120,
         lesson_prompts=4,
@@ -247,6 +251,7 @@ SCALES = {
         train=("--ttt-steps", "2", "--tokens", "256", "--max-steps", "4", "--epochs", "4", "--held-out", "0.4"),
         heads=("--heads", "1", "--kv-heads", "1", "--head-dim", "64"),
         bench_new_tokens=8,
+        bench_flags=DRAFTS_ON_CPU,
         steps=(2,),
         lesson_samples=10,
         lesson_prompts=1,

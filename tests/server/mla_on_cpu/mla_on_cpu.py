@@ -1,4 +1,4 @@
-"""Test only: let DeepSeek's attention run on `torch_native`, whose default handler picks a path it cannot run."""
+"""Test only: let DeepSeek's attention run on backends whose default handler picks a path that they cannot run."""
 
 
 def register() -> None:
@@ -10,4 +10,5 @@ def register() -> None:
         )
     except ImportError:  # older releases keep it elsewhere; only the newest serves this model in the tests
         return
-    AttentionBackendRegistry.register("torch_native", lambda _attention, _batch: AttnForwardMethod.MLA)
+    for backend in ("torch_native", "intel_amx"):
+        AttentionBackendRegistry.register(backend, lambda _attention, _batch: AttnForwardMethod.MLA)
