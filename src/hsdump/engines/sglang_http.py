@@ -291,9 +291,12 @@ class SglangEngine:
         """See that the server that was greeted lives: the one that answers in its place may use another spool, in
         which nobody looks for what it captures.
         """
-        if self._announced and not any(is_held(path.with_suffix(".lock")) for path in self._announced):
+        if self._announced and not self._greeted_lives():
             self._lost = True
             raise ServerAway(f"{self.url} went away")
+
+    def _greeted_lives(self) -> bool:
+        return any(is_held(path.with_suffix(".lock")) for path in self._announced)
 
     async def _raise_if_gone(self, error: Exception) -> None:
         """Tell a server that died, which is nobody's fault, from a connection that broke."""
@@ -311,7 +314,7 @@ class SglangEngine:
             server_facts(self.url, self._headers)
         except ServerError:
             return False
-        return any(is_held(lock) for lock in Path(self._info.spool_dir).glob("server-*.lock"))
+        return self._greeted_lives()
 
     def _abort_later(self, rid: Rid) -> None:
         task = asyncio.get_running_loop().create_task(self.abort([str(rid)]))
