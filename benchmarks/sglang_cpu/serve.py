@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
+from benchmarks.story.bench import answers
 from tests.server.harness import SglangServer, free_port
 from tests.server.test_speculation import drafts
 
@@ -47,22 +47,6 @@ def predict(options: argparse.Namespace) -> tuple[list[Walk], dict[str, Any]]:
         "acceptance_length": found.acceptance_length,
         "lossless": all(walked.lossless for walked in walks),
     }
-
-
-async def answers(url: str, prompts: Sequence[Sequence[int]], new_tokens: int, at_once: int) -> list[dict[str, Any]]:
-    """Ask greedily, so many at a time."""
-    slots = asyncio.Semaphore(at_once)
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-
-        async def one(ids: Sequence[int]) -> dict[str, Any]:
-            async with slots:
-                params = {"max_new_tokens": new_tokens, "temperature": 0}
-                reply = await client.post("/generate", json={"input_ids": list(ids), "sampling_params": params})
-            reply.raise_for_status()
-            found: dict[str, Any] = reply.json()
-            return found
-
-        return list(await asyncio.gather(*map(one, prompts)))
 
 
 def counted(replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
