@@ -62,8 +62,8 @@ MEMORY_PROBE = Path(__file__).parent / "memory_probe"
 
 DISK_BYTES = 8 << 30
 
-LONG = 4096
-"""Requests from this length on take twice the time a token; half as many tokens do."""
+SHORT, MORE_ROUNDS = 1024, 2
+"""Below this length a run is a few seconds in which the load generator has its part: so many rounds more."""
 
 
 def main() -> None:
@@ -127,8 +127,7 @@ class Bench:
         self.args, self.target, self.shape, self.results, self.servers = args, target, shape, results, servers
         self.model = shape.write(args.work / shape.name)
         lengths = [int(n) for n in args.lengths.split(",")] if args.lengths else shape.lengths
-        tokens = {n: shape.tokens_per_run // (1 if n < LONG else 2) for n in lengths}
-        self.samples = {n: make_samples(max(4, tokens[n] // n), n, shape.vocab, n) for n in lengths}
+        self.samples = {n: make_samples(max(4, shape.tokens_per_run // n), n, shape.vocab, n) for n in lengths}
         self.exact = make_samples(shape.exact_count, shape.exact_length, shape.vocab, 77)
         self.middle = sorted(self.samples)[-2 if len(self.samples) > 1 else -1]
         self.rate: dict[int, float] = {}
@@ -182,8 +181,10 @@ class Bench:
     def rates(self) -> None:
         """No capture, auxiliary states only, drained ring: in turns, so that all see the same clock and neighbours."""
         capturing = {"shm": "hsdump", "shm-wide": "wide"}
-        for _ in range(self.args.rounds):
+        for number in range(self.args.rounds + MORE_ROUNDS):
             for length, samples in self.samples.items():
+                if number >= self.args.rounds and length >= SHORT:
+                    continue
                 tokens = sum(map(len, samples))
                 for mode, name in (("none", "none"), ("aux", "hsdump")):
                     self.row(mode, length, ordinary(self.url[name], samples).tokens_per_s, tokens=tokens)

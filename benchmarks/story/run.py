@@ -127,6 +127,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="a folder with more text")
     parser.add_argument("--sglang-python", default=sys.executable)
     parser.add_argument("--pythonpath", default=os.environ.get("PYTHONPATH", ""), help="of the servers")
+    parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="apart from those of a story beside it")
     args = parser.parse_args(argv)
     unknown = set(args.stages.split(",")) - set(STAGES)
     if unknown:
@@ -147,7 +148,7 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
         pythonpath=os.pathsep.join([*paths, args.pythonpath]),
         made_up=False,
         log_dir=logs,
-        first_port=FIRST_PORT + PORTS_A_CALL * (len(said) % 10),
+        first_port=args.first_port + PORTS_A_CALL * (len(said) % 10),
         pid_file=args.work / "servers.pids",
     )
     if args.engine == "sglang":

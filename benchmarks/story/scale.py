@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from hsdump.draft.options import TrainOptions
 
@@ -122,7 +124,7 @@ SCALES = {
         text_bytes=96 << 20,
         row_tokens=512,
         batch_rows=64,
-        target_s=240,
+        target_s=280,
         adam_lr=1.5e-3,
         learn=12_000,
         test=128,
@@ -262,3 +264,30 @@ SCALES = {
         in_flight=4,
     ),
 }
+
+SCALES["gpu-smoke"] = replace(
+    SCALES["gpu"],
+    name="gpu-smoke",
+    model={**SCALES["gpu"].model, "num_hidden_layers": 6},
+    llama={**SCALES["gpu"].llama, "num_hidden_layers": 6},
+    vocab_size=4096,
+    text_bytes=12 << 20,
+    batch_rows=32,
+    target_s=25,
+    learn=300,
+    test=16,
+    new_tokens=64,
+    draft_vocab=2048,
+    train=(
+        *("--ttt-steps", "3", "--tokens", "4096", "--epochs", "40", "--max-steps", "60", "--lr", "1e-3"),
+        *("--validate-every", "30", "--save-every", "20", "--held-out", "0.05", "--workers", "2"),
+    ),
+    bench_new_tokens=32,
+    steps=(3, 1),
+    lesson_samples=60,
+    lesson_prompts=2,
+    lesson_new_tokens=16,
+    lesson=msgspec.structs.replace(SCALES["gpu"].lesson, tokens=4096, max_steps=20, validate_every=20, workers=2),
+    prove_samples=8,
+)
+"""The same widths and kernels in four minutes: whether all of it runs on a GPU, before the 25 minutes of the whole."""
