@@ -171,7 +171,8 @@ def test_bench_reads_sglangs_counts(url: str) -> None:
 
 def test_rates_from_histograms_of_different_lengths() -> None:
     assert rates_of([[2], [1, 0, 1]]) == [0.25, 0.25]
-    assert rates_of([]) == rates_of([[]]) == []
+    assert rates_of([[2], [1, 1]], 3) == [0.25, 0.0, 0.0]  # places that were never taken are told as well
+    assert rates_of([]) == rates_of([[]]) == rates_of([], 3) == []
 
 
 def test_bench_without_a_server() -> None:

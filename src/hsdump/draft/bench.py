@@ -64,6 +64,8 @@ class Server:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.engine, self.model = self._recognise()
+        self.draft_steps = self._draft_steps()
+        """Depth of SGLang's drafts; 0 where it makes none or does not say."""
 
     def _get(self, path: str) -> httpx.Response:
         try:
@@ -79,6 +81,13 @@ class Server:
         entry = reply.json()["data"][0]
         engine = "vllm" if entry.get("owned_by") == "vllm" else "sglang"
         return engine, str(entry["id"])
+
+    def _draft_steps(self) -> int:
+        for path in ("/server_info", "/get_server_info") if self.engine == "sglang" else ():
+            reply = self._get(path)
+            if reply.status_code == 200:
+                return int(reply.json().get("speculative_num_steps") or 0)
+        return 0
 
     async def ask(self, client: httpx.AsyncClient, ids: Sequence[int], new_tokens: int) -> dict[str, Any]:
         """Have one prompt answered greedily. Gives `tokens`, and SGLang's counts of its drafts."""
@@ -124,9 +133,13 @@ def acceptance(before: dict[str, float], after: dict[str, float]) -> tuple[float
     return 1.0 + sum(taken) / drafts, [count / drafts for count in taken], int(drafts)
 
 
-def rates_of(histograms: Sequence[Sequence[int]]) -> list[float]:
-    """Give the share of rounds in which the token at each place was taken, from SGLang's histograms of answers."""
-    longest = max((len(one) for one in histograms), default=0)
+def rates_of(histograms: Sequence[Sequence[int]], steps: int = 0) -> list[float]:
+    """Give the share of rounds in which the token at each place was taken, from SGLang's histograms of answers.
+
+    Args:
+        steps: places there are at least; a histogram ends at the last one that was ever taken.
+    """
+    longest = max((steps + 1, *(len(one) for one in histograms)))
     rounds = [sum(one[taken] for one in histograms if taken < len(one)) for taken in range(longest)]
     total = sum(rounds)
     return [sum(rounds[place:]) / total for place in range(1, longest)] if total else []
@@ -153,7 +166,7 @@ async def _measure(server: Server, prompts: Sequence[Sequence[int]], concurrency
     verified = sum(reply.get("verify", 0) for reply in good)
     if server.engine == "sglang" and verified:
         length, drafts = tokens / verified, verified
-        rates = rates_of([reply["histogram"] for reply in good])
+        rates = rates_of([reply["histogram"] for reply in good], server.draft_steps)
     return Speed(
         concurrency=concurrency,
         requests=len(prompts),
