@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -118,6 +121,19 @@ def test_a_driver_that_fails_before_it_begins_leaves_no_engine_behind(
             return state
 
     assert asyncio.run(once()).committed == 5
+
+
+def test_a_driver_that_hangs_up_leaves_no_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def once() -> RunState:
+        async with collecting(tmp_path / "one") as (url, _):
+            with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port or 0)) as half:
+                head = f"POST /v1/ask HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 9\r\n\r\n"
+                half.sendall(head.encode() + b"abc")
+                half.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, at once
+            return await run(tmp_path, [url], 5)
+
+    assert asyncio.run(once()).committed == 5
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_failures_come_back_with_the_servers_words(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from hsdump.errors import HsdumpError, UsageError
 from hsdump.extract.collector import Collector, said
@@ -33,6 +35,13 @@ def check_address(host: str) -> None:
             f"--listen {host} is neither loopback nor private",
             "listen at 127.0.0.1 (and use a tunnel), or at the private address that the driver reaches",
         )
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a driver that hung up: it asks again, or is gone."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 @contextmanager
@@ -88,7 +97,7 @@ def serving(collector: Collector, host: str, port: int, token: str) -> Iterator[
             """Say nothing: tokens and paths of drivers are nobody's business."""
 
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        server = _Server((host, port), Handler)
     except OSError as error:
         raise UsageError(f"--listen {host}:{port} cannot be used: {error.strerror}", "choose a free port") from error
     server.daemon_threads = True
