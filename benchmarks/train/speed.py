@@ -13,6 +13,7 @@ what has to be installed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import gc
 import json
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import time
 import traceback
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -249,6 +251,51 @@ def ratios(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     return {name: round(mine[name] / other[name], 4) for name in names}
 
 
+def gpu_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def versions() -> dict[str, str]:
+    """Give the versions of what is measured, where it is installed."""
+    found = {}
+    for name in ("torch", "transformers", "speculators", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def said(words: list[str]) -> list[str]:
+    """Give the command line without this machine's folder."""
+    return ["WORK" if before == "--work" else word for before, word in zip(["", *words], words, strict=False)]
+
+
+def table(result: dict[str, Any]) -> str:
+    """Say it in Markdown."""
+    shape, rows, machine = result["shape"], [], result["machine"]
+    for name in ("hsdump", "speculators"):
+        one = result.get(name, {})
+        if "tokens_per_s" in one:
+            rate, peak = f"{one['tokens_per_s']:,.0f}", f"{one['peak_gpu_gib']:.1f}"
+            rows.append(f"| {name} | {one['attention']} | {rate} | {peak} | {one['wait_share']:.2%} | {one['steps']} |")
+    ratio = result.get("ours_over_theirs", {})
+    where = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    sizes = (
+        f"Hidden size {shape['hidden']:,}, vocabulary {shape['vocab']:,}, {shape['draft']:,} draft tokens, samples of "
+        f"{shape['length']:,}, {result['tokens_a_batch']:,} tokens a step, {result['ttt_steps']} steps of the "
+        "training-time test."
+    )
+    head = ["| trainer | attention | tokens/s | peak GPU memory, GiB | waiting for data | steps |"]
+    parts = [
+        ["# Speed of the training"],
+        [f"{machine['gpu'] or machine['processor']}, {machine['cpus']} CPU cores; {where}."],
+        [f"`{result['command']}`"],
+        [sizes],
+        [*head, "|---|---|---|---|---|---|", *rows],
+        [f"hsdump over speculators: {json.dumps(ratio)}"] if ratio else [],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
 def main() -> None:
     words = parse()
     shape = SMALL if words.small else BIG
@@ -275,8 +322,9 @@ def main() -> None:
         "ttt_steps": words.ttt_steps,
         "tokens_a_batch": options.tokens,
         "samples": samples,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "torch": torch.__version__,
+        "machine": {"cpus": len(os.sched_getaffinity(0)), "processor": platform.machine(), "gpu": gpu_name()},
+        "versions": versions(),
+        "command": "python -m benchmarks.train.speed OUT.json " + " ".join(said(sys.argv[2:])),
         "making_seconds": round(time.monotonic() - begin_s, 1),
     }
     result["hsdump"] = ours(work, options, words.attention, shape)
@@ -307,6 +355,7 @@ def parse() -> argparse.Namespace:
 
 def write(path: Path, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(table(result), encoding="utf-8")
     print(json.dumps(result), flush=True)
 
 
