@@ -11,6 +11,7 @@ then the check with which `hsdump train` begins.
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ KINDS = (*variants.STORED[:2], *variants.COMPUTED, "prompts-only", "fp8", "half"
 DRAFT_TOKENS = 3
 START_S = 100.0
 STORES_S, DRAFTER_S, CHECK_S = 130.0, 60.0, 15.0
+CHECKS_AT_ONCE = 5
+"""Commands of some seconds of imports each, for one server."""
 
 
 def lesson_stage(story: Story) -> None:
@@ -89,9 +92,13 @@ def check_all(story: Story) -> None:
     if story.engine == "sglang":
         story.need(START_S, "starting the server")
         starts["judge"] = partial(story.serve, "judge", *story.scale.prefill_flags, capture=True)
-    with together(starts, at_once=1) as urls:
-        for kind in kinds:
-            story.attempt(f"lesson.check-{kind}", CHECK_S, partial(check, story, kind, urls.get("judge", "")))
+    with together(starts, at_once=1) as urls, ThreadPoolExecutor(1 if story.in_process else CHECKS_AT_ONCE) as pool:
+        url = urls.get("judge", "")
+        list(
+            pool.map(
+                lambda kind: story.attempt(f"lesson.check-{kind}", CHECK_S, partial(check, story, kind, url)), kinds
+            )
+        )
 
 
 def check(story: Story, kind: str, url: str) -> dict[str, Any]:

@@ -31,6 +31,10 @@ CLEANING = threading.Event()
 """Set while `OutOfTime` makes its way up: a second one would interrupt the stopping of commands and servers."""
 
 
+_WRITING = threading.Lock()
+"""Steps may be at work in several threads, and their results are one file."""
+
+
 class OutOfTime(BaseException):
     """The call's time is over, or too short for a step; the next one goes on here.
 
@@ -186,12 +190,13 @@ class Story:
 
     def publish(self) -> None:
         """Write all that is known so far to where results are kept: a call that is killed loses none of it."""
-        done = sorted((self.work / "done").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        steps = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in done}
-        path = self.work / "errors.json"
-        errors = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        told = {**self.about, "scale": self.scale.name, "postponed": self.postponed, "errors": errors, "steps": steps}
-        write(self.out / "story.json", told)
+        with _WRITING:
+            done = sorted((self.work / "done").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+            steps = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in done}
+            path = self.work / "errors.json"
+            errors = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+            told = {"scale": self.scale.name, "postponed": self.postponed, "errors": errors, "steps": steps}
+            write(self.out / "story.json", {**self.about, **told})
 
     def hsdump(self, *words: object, codes: tuple[int, ...] = (0,)) -> dict[str, Any]:
         """Run one command as a user does; its report, with `exit_code` and `command_seconds` in it.

@@ -53,8 +53,11 @@ HELD_OUT = 0.05
 A_BATCH = 2
 """Samples."""
 
-THEIR_ATTENTION = {"cuda": ("simple_flex_attention", "eager"), "cpu": ("eager",)}
-"""Its own choice first; the next one only where that fails."""
+THEIR_WAYS = {
+    "cuda": (("simple_flex_attention", "fused"), ("simple_flex_attention", "eager"), ("eager", "eager")),
+    "cpu": (("eager", "eager"),),
+}
+"""Attention and loss. Its own choice first; the next one only where that fails."""
 
 
 def make_target(folder: Path, shape: dict[str, int]) -> None:
@@ -141,8 +144,8 @@ def figures(folder: Path) -> dict[str, Any]:
     }
 
 
-def ours(work: Path, options: TrainOptions, chosen: str, shape: dict[str, int]) -> dict[str, Any]:
-    """Train with hsdump; densely where flex attention does not work."""
+def ours(work: Path, options: TrainOptions, chosen: str, shape: dict[str, int], kept: Path) -> dict[str, Any]:
+    """Train with hsdump; densely where flex attention does not work. `kept`: where figures of each step go."""
     checked: dict[str, Any] = {}
     if chosen == "auto" and torch.cuda.is_available():
         checked = smoke.apart(shape["heads"], shape["kv"], shape["hidden"] // shape["heads"])
@@ -158,6 +161,8 @@ def ours(work: Path, options: TrainOptions, chosen: str, shape: dict[str, int]) 
             traceback.print_exc()
             found[f"{attention}_failed"] = f"{type(error).__name__}: {error}"[:600]
         _free()
+        if (out / "progress.csv").exists():
+            shutil.copy(out / "progress.csv", kept)
         if (out / "progress.csv").exists() and len((out / "progress.csv").read_text().splitlines()) > 3:
             return {**found, **figures(out), "attention": attention, "seconds": round(time.monotonic() - begin_s, 1)}
     return found
@@ -186,28 +191,30 @@ def theirs(work: Path, options: TrainOptions, timeout_s: float) -> dict[str, Any
         "command": prepared.command.replace(str(work), "WORK"),
     }
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for attention in THEIR_ATTENTION[device]:
-        config = out / f"config-{attention}.yaml"
-        config.write_text(json.dumps(_their_settings(Path(prepared.config), attention, device)), encoding="utf-8")
-        measured = out / f"steps-{attention}.json"
+    for attention, loss in THEIR_WAYS[device]:
+        way = f"{attention}-{loss}"
+        config = out / f"config-{way}.yaml"
+        settings = _their_settings(Path(prepared.config), attention, loss, device)
+        config.write_text(json.dumps(settings), encoding="utf-8")
+        measured = out / f"steps-{way}.json"
         failed = _run_theirs(config, measured, timeout_s)
         if failed:
-            found[f"{attention}_failed"] = failed.replace(str(work), "WORK")
+            found[f"{way}_failed"] = failed.replace(str(work), "WORK")
         if measured.exists():
             kept = their_figures(json.loads(measured.read_text(encoding="utf-8")))
-            return {**found, **kept, "attention": attention}
+            return {**found, **kept, "attention": attention, "loss": loss}
     return found
 
 
-def _their_settings(path: Path, attention: str, device: str) -> dict[str, Any]:
+def _their_settings(path: Path, attention: str, loss: str, device: str) -> dict[str, Any]:
     """Change what is no matter of the drafter: one epoch, figures of each step, and what a CPU does not have."""
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     # It takes a step of each epoch that is left behind max_steps; there is enough for one.
     config["trainer"] |= {"epochs": 1, "log_freq": 1, "no_resume_from_checkpoint": True}
     config["draft"] |= {"draft_attn_impl": attention, "mask_token_id": 0}  # of other drafters; there is no tokenizer
+    config["loss"]["loss_implementation"] = loss
     if device == "cpu":
         config["data"] |= {"hidden_states_dtype": "float32", "num_workers": 0}
-        config["loss"]["loss_implementation"] = "eager"
     return config
 
 
@@ -327,7 +334,7 @@ def main() -> None:
         "command": "python -m benchmarks.train.speed OUT.json " + " ".join(said(sys.argv[2:])),
         "making_seconds": round(time.monotonic() - begin_s, 1),
     }
-    result["hsdump"] = ours(work, options, words.attention, shape)
+    result["hsdump"] = ours(work, options, words.attention, shape, words.out.with_suffix(".csv"))
     write(words.out, result)
     if words.speculators:
         try:
