@@ -181,7 +181,7 @@ def _free() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def theirs(work: Path, options: TrainOptions, timeout_s: float) -> dict[str, Any]:
+def theirs(work: Path, options: TrainOptions, timeout_s: float, only_loss: str = "") -> dict[str, Any]:
     """Run the library's own trainer on an export of the same store."""
     begin_s = time.monotonic()
     out = work / "speculators"
@@ -192,6 +192,8 @@ def theirs(work: Path, options: TrainOptions, timeout_s: float) -> dict[str, Any
     }
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for attention, loss in THEIR_WAYS[device]:
+        if only_loss not in ("", loss):
+            continue
         way = f"{attention}-{loss}"
         config = out / f"config-{way}.yaml"
         settings = _their_settings(Path(prepared.config), attention, loss, device)
@@ -338,7 +340,7 @@ def main() -> None:
     write(words.out, result)
     if words.speculators:
         try:
-            result["speculators"] = theirs(work, options, words.their_seconds)
+            result["speculators"] = theirs(work, options, words.their_seconds, words.their_loss)
         except Exception as error:
             traceback.print_exc()
             result["speculators"] = {"failed": f"{type(error).__name__}: {error}"[:1500]}
@@ -353,6 +355,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--speculators", action="store_true")
     parser.add_argument("--their-seconds", type=float, default=200.0, help="that library's trainer is stopped then")
+    parser.add_argument("--their-loss", choices=["fused", "eager"], default="", help="[default: fused, then eager]")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ttt-steps", type=int, default=7)
     parser.add_argument("--workers", type=int, default=4)
