@@ -35,6 +35,11 @@ class Batch:
     next_ids: Tensor
     """int64 [T] the token that came after row t's, -1 at a document's end."""
 
+    def tensors(self) -> list[Tensor]:
+        """Give those that are on the device."""
+        inputs = (self.inputs.input_ids, self.inputs.aux, self.inputs.position_ids, self.inputs.document_ids)
+        return [*inputs, self.final, self.mask, self.next_ids]
+
 
 class Side:
     """The samples on one side of the held-out split, as a data set of their own."""

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from hsdump.draft.acceptance import Acceptance, measure
+from hsdump.draft.ahead import Ahead
 from hsdump.draft.checkpoints import OPTIMIZER, WEIGHTS, State, load_tensors, save_step, trained
 from hsdump.draft.data import Batch, Side, align
 from hsdump.draft.model import Drafter
@@ -113,8 +115,11 @@ class Trainer:
         return state
 
     def _loop(self, total: int, progress: Progress | None) -> None:
+        with closing(self._batches()) as batches:
+            self._steps(batches, total, progress)
+
+    def _steps(self, batches: Iterator[Batch], total: int, progress: Progress | None) -> None:
         state, options = self.state, self.options
-        batches = self._batches()
         while state.step < total and not state.finished:
             began_s, self._waited_s = time.monotonic(), 0.0
             row, tokens = self._step(batches, total)
@@ -133,7 +138,7 @@ class Trainer:
             if better or last or state.finished or state.step % options.save_every == 0:
                 self._save(best=better or not len(self.validate_on))
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Generator[Batch]:
         """Give batches for ever, from where the state is."""
         state = self.state
         names = tuple(f"layer{layer}" for layer in self.drafter.config.layers)
@@ -146,16 +151,27 @@ class Trainer:
             workers=self.options.workers,
             pin_memory=cuda,
         )
-        while True:
-            waited_from_s = time.monotonic()
-            for packed in loader:
-                batch = align(packed, self.drafter.config.layers, self.ranks.device)
-                self._waited_s += time.monotonic() - waited_from_s
-                state.batch += 1  # before it is learned from: a checkpoint is written behind the step that does
-                yield batch
+        made: Iterator[tuple[int, int, Batch]] = self._aligned(loader, state.epoch, state.batch)
+        with ExitStack() as stack:
+            if self.options.workers:  # else this thread reads the store itself
+                made = ahead = Ahead(made, self.ranks.device, lambda one: one[2].tensors())
+                stack.callback(ahead.close)
+            while True:
                 waited_from_s = time.monotonic()
-            state.epoch, state.batch = state.epoch + 1, 0
-            self._sampler.set_epoch(state.epoch)
+                epoch, number, batch = next(made)
+                self._waited_s += time.monotonic() - waited_from_s
+                # Before it is learned from: a checkpoint is written behind the step that does.
+                state.epoch, state.batch = epoch, number
+                yield batch
+
+    def _aligned(self, loader: DataLoader[Any], epoch: int, number: int) -> Iterator[tuple[int, int, Batch]]:
+        """Give epoch, number of batches in it and batch, for ever."""
+        while True:
+            for packed in loader:
+                number += 1
+                yield epoch, number, align(packed, self.drafter.config.layers, self.ranks.device)
+            epoch, number = epoch + 1, 0
+            self._sampler.set_epoch(epoch)
 
     def _step(self, batches: Iterator[Batch], total: int) -> tuple[dict[str, Any], int]:
         """Learn from `accumulate` batches and change the weights once."""
