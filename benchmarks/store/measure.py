@@ -17,7 +17,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,8 @@ from hsdump.store.scrub import scrub
 HIDDEN, LAYERS = 7168, [2, 30, 58]
 TOKENS, SAMPLES = 1024, 12
 REPEATS = 7
+IN_FLIGHT = 16
+"""Samples that were captured and are not written, as many as `hsdump extract` has in flight."""
 
 Numbers = dict[str, object]
 
@@ -161,6 +165,74 @@ def pipeline(folder: Path, repeats: int, disk_bytes_per_s: float) -> Numbers:
         }
     shutil.rmtree(folder / "pipe")
     return found
+
+
+def filling(folder: Path, repeats: int, gigabytes: float) -> Numbers:
+    """Much more than one shard as fast as it can be brought: one shard after the other, several side by side as in
+    `hsdump extract`, and plain files with one and with four writers. All alternate.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    states = [rng.integers(0, 1 << 16, (TOKENS, HIDDEN), dtype=np.uint16) for _ in range(4)]
+    size = sum(state.nbytes for state in states)
+    count, mask = round(gigabytes * 1e9 / size), np.ones(TOKENS, np.uint8)
+    samples = [TokenSample.make(f"s{i}", rng.integers(0, 1000, TOKENS), mask) for i in range(count)]
+    store, files = folder / "filled", [folder / f"plain{number}" for number in range(4)]
+    ways: dict[str, Callable[[], int]] = {
+        "add": lambda: _fill_store(store, samples, states, side_by_side=False),
+        "begin_add": lambda: _fill_store(store, samples, states, side_by_side=True),
+        "one plain file": lambda: _fill_files(files[:1], states, count),
+        "four plain files": lambda: _fill_files(files, states, count),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    num_files: dict[str, int] = {}
+    for number in range(repeats):
+        for name in ways if number % 2 == 0 else reversed(ways):
+            os.sync()
+            started = time.perf_counter()
+            num_files[name] = ways[name]()
+            rates[name].append(count * size / (time.perf_counter() - started) / 1e9)
+            shutil.rmtree(store, ignore_errors=True)
+            for path in files:
+                path.unlink(missing_ok=True)
+    return {
+        "bytes": count * size,
+        "sample_MB": round(size / 1e6, 1),
+        "GB_per_s": {name: round(statistics.median(found), 3) for name, found in rates.items()},
+        "GB_per_s_min_max": {name: [round(min(found), 3), round(max(found), 3)] for name, found in rates.items()},
+        "files": num_files,
+    }
+
+
+def _fill_store(path: Path, samples: list[TokenSample], states: list[np.ndarray], *, side_by_side: bool) -> int:
+    on_their_way: deque[Future[bool]] = deque()
+    with StoreWriter.open(path, manifest()) as writer:
+        for sample in samples:
+            encoded = writer.encode(sample, states)
+            if not side_by_side:
+                writer.add_encoded(encoded)
+            else:
+                if len(on_their_way) >= IN_FLIGHT:
+                    on_their_way.popleft().result()
+                on_their_way.append(writer.begin_add(encoded))
+            if writer.is_full:
+                writer.begin_commit()
+        writer.commit()
+    return len(list((path / "shards").iterdir()))
+
+
+def _fill_files(paths: list[Path], states: list[np.ndarray], count: int) -> int:
+    def write(which: int) -> None:
+        fd = os.open(paths[which], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        for _ in range(which, count, len(paths)):
+            for state in states:
+                os.write(fd, state.data.cast("B"))
+        os.fsync(fd)
+        os.close(fd)
+
+    with ThreadPoolExecutor(len(paths)) as pool:
+        list(pool.map(write, range(len(paths))))
+    return len(paths)
 
 
 def read_rate(folder: Path) -> Numbers:
@@ -311,8 +383,13 @@ def main() -> None:
     parser.add_argument("--states", type=Path, help="a store of a real model's states, for the codecs")
     parser.add_argument("--many", type=int, default=100_000, help="small samples; 0 leaves that part out")
     parser.add_argument("--repeats", type=int, default=25, help="of each commit")
+    parser.add_argument("--fill", type=float, default=4.0, help="GB of large samples; 0 leaves that part out")
+    parser.add_argument("--only-fill", action="store_true", help="nothing but that part, and no file of results")
     parser.add_argument("--out", type=Path, help="where results go")
     options = parser.parse_args()
+    if options.only_fill:
+        print(json.dumps(filling(options.folder, options.repeats, options.fill)))
+        return
     results: Numbers = {"machine": {"cpus": os.cpu_count(), "python": platform.python_version()}}
     results["commit"] = commit_rate(options.folder, options.repeats)
     print(json.dumps(results["commit"]))
@@ -328,6 +405,9 @@ def main() -> None:
     disk = results["commit"]["limit_GB_per_s"] * 1e9
     results["pipeline"] = pipeline(options.folder, max(3, options.repeats // 3), disk)
     print(json.dumps(results["pipeline"]))
+    if options.fill:
+        results["filling"] = filling(options.folder, max(3, options.repeats // 5), options.fill)
+        print(json.dumps(results["filling"]))
     results["read"] = read_rate(options.folder)
     print(json.dumps(results["read"]))
     if options.states:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main(folder: Path) -> None:
@@ -35,6 +36,7 @@ def main(folder: Path) -> None:
         rates = f"{row['store_GB_per_s']} GB/s | {row['limit_GB_per_s']} GB/s"
         lines.append(f"| {title} | {rates} | {row['ratio']} | {least}, {most} |")
     lines += _pipeline(data["pipeline"]) if "pipeline" in data else []
+    lines += _filling(data["filling"]) if "filling" in data else []
     lines += _codecs(data["codecs"]) if "codecs" in data else []
     lines += _many(data["many"]) if "many" in data else []
     if machine := data.get("state_machine"):
@@ -53,7 +55,7 @@ def _pipeline(pipeline: dict[str, dict[str, float]]) -> list[str]:
         "",
         f"A source with a pace of its own (12 samples of {pipeline['source_1x_disk']['sample_MB']} MB, two a shard),",
         "against write + fsync measured just before; committed in the thread that adds them",
-        "(`commit`), or in a second one while the next shard fills (`begin_commit`, what `hsdump extract` does):",
+        "(`commit`), or in a second one while the next shard fills (`begin_commit`); one shard at a time:",
         "",
         "| source | `commit`, of write + fsync | `begin_commit`, of write + fsync | gain |",
         "|---|---|---|---|",
@@ -61,6 +63,21 @@ def _pipeline(pipeline: dict[str, dict[str, float]]) -> list[str]:
     for name, row in pipeline.items():
         rate = f"{name.split('_')[1]} the disk, {row['source_GB_per_s']} GB/s"
         lines.append(f"| {rate} | {row['commit_of_disk']} | {row['begin_commit_of_disk']} | {row['gain']} |")
+    return lines
+
+
+def _filling(filling: dict[str, Any]) -> list[str]:
+    lines = [
+        "",
+        f"{filling['bytes'] / 1e9:.1f} GB in samples of {filling['sample_MB']} MB, as fast as they can be brought; all",
+        "ways alternate. `hsdump extract` uses `begin_add`, everything else `add`:",
+        "",
+        "| way | GB/s | least, most | files |",
+        "|---|---|---|---|",
+    ]
+    for name, rate in filling["GB_per_s"].items():
+        least, most = filling["GB_per_s_min_max"][name]
+        lines.append(f"| {name} | {rate} | {least}, {most} | {filling['files'][name]} |")
     return lines
 
 

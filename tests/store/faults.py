@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hsdump.store.fs import Fs
-from hsdump.store.writer import COMMIT_THREAD
+from hsdump.store.side_by_side import COMMIT_THREAD, FILL_THREAD
 
 
 class Crash(BaseException):
@@ -36,12 +36,21 @@ class FaultyFs(Fs):
         thread does meanwhile comes in one order only."""
 
         self.gate.set()
+        self.fill_gate = threading.Event()
+        """The same for threads that fill shards side by side."""
+
+        self.fill_gate.set()
+        self._lock = threading.Lock()
         self._paths: dict[int, Path] = {}
         self._synced_bytes: dict[Path, int] = {}
         """Files with bytes that were not made durable, and how many were."""
 
         self._renames: list[tuple[Path, Path]] = []
         """Not yet durable, oldest first."""
+
+    @property
+    def open_files(self) -> list[Path]:
+        return list(self._paths.values())
 
     def create(self, path: Path) -> int:
         self._step()
@@ -67,8 +76,8 @@ class FaultyFs(Fs):
         self._synced_bytes.pop(self._paths[fd], None)
 
     def close(self, fd: int) -> None:
+        self._paths.pop(fd, None)  # first: another thread may get the same number at once
         super().close(fd)  # the descriptor goes with the process, too
-        self._paths.pop(fd, None)
         self._step()
 
     def rename(self, old: Path, new: Path) -> None:
@@ -98,15 +107,19 @@ class FaultyFs(Fs):
     def _step(self, tear: Any = None) -> None:
         if threading.current_thread().name.startswith(COMMIT_THREAD):
             assert self.gate.wait(60), "nobody let the commit go on"
-        if self.dead:
-            raise Crash
-        self.operations += 1
-        if self.operations != self.fuse:
+        if threading.current_thread().name.startswith(FILL_THREAD):
+            assert self.fill_gate.wait(60), "nobody let the filling go on"
+        with self._lock:  # of several threads one meets the fuse
+            if self.dead:
+                raise Crash
+            self.operations += 1
+            blown = self.operations == self.fuse
+            self.dead = blown and self.kind == "crash"
+        if not blown:
             return
         if tear is not None:
             tear()
         if self.kind == "crash":
-            self.dead = True
             raise Crash
         raise OSError(self.random.choice([errno.EIO, errno.ENOSPC]), "the test's disk")
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hsdump.store import StoreWriter, WriterOptions
+from hsdump.store import StoreWriter, WriterOptions, side_by_side
 from tests.store.making import Made, make_manifest, make_sample
 
 LARGE_TOKENS = 100_000
@@ -21,16 +21,24 @@ def sample_of(number: int) -> Made:
     return make_sample(number, MANIFEST, num_tokens=LARGE_TOKENS if number % 40 == 39 else 5 + number % 30)
 
 
-def write_for_ever(path: Path, first: int, pipe: Connection) -> None:
-    """Send the numbers of samples after each commit."""
+def write_for_ever(path: Path, first: int, pipe: Connection, beside: bool) -> None:
+    """Send the numbers of samples after each commit.
+
+    Args:
+        beside: samples are written by threads, into several shards at a time.
+    """
     choose = random.Random(first)
+    side_by_side.SMALL_BYTES = 0  # else the small ones would not go to threads
     with StoreWriter.open(path, MANIFEST, options=WriterOptions(shard_bytes=3000)) as writer:
         pipe.send("open")
         number, under_way = first, None
         while True:
             batch = [sample_of(number + step) for step in range(choose.randint(1, 6))]
             for one in batch:
-                writer.add(one.sample, one.states)
+                if beside:
+                    writer.begin_add(writer.encode(one.sample, one.states))
+                else:
+                    writer.add(one.sample, one.states)
                 if choose.random() < 0.1:
                     writer.record_failure(make_sample(-number % 1000 + 10**6).sample, "timeout", "", attempts=1)
             if under_way is not None:  # committed by the second thread while this batch was added

@@ -7,6 +7,8 @@ import random
 import time
 from pathlib import Path
 
+import pytest
+
 from hsdump.store import Store, StoreWriter
 from hsdump.verify import verify_store
 from tests.store.conftest import PROFILE
@@ -18,15 +20,17 @@ LONGEST_S = 0.15
 """A child gets through several commits in this time; some are killed while they still open the store."""
 
 
-def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [False, True], ids=["one-shard", "side-by-side"])
+def test_kill_9_at_random_moments(tmp_path: Path, beside: bool) -> None:
     path = tmp_path / "store"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.store.kill_child"])
     choose = random.Random(9)
     promised: set[int] = set()
     next_number, recoveries = 0, 0
+    longest_s = LONGEST_S * (2 if beside else 1)  # it makes more files, all of which are synced
     for _ in range(KILLS):
-        news = _run_and_kill(context, path, next_number, choose.uniform(0, LONGEST_S))
+        news = _run_and_kill(context, path, next_number, choose.uniform(0, longest_s), beside)
         promised |= news
         attempted = range(next_number, max(news, default=next_number) + 20)
         _check(path, news)
@@ -40,10 +44,12 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     assert len(promised) > KILLS
 
 
-def _run_and_kill(context: multiprocessing.context.BaseContext, path: Path, first: int, seconds: float) -> set[int]:
+def _run_and_kill(
+    context: multiprocessing.context.BaseContext, path: Path, first: int, seconds: float, beside: bool
+) -> set[int]:
     """Give the numbers of the samples that the child said were committed."""
     here, there = context.Pipe(duplex=False)
-    child = context.Process(target=write_for_ever, args=(path, first, there))  # type: ignore[attr-defined]  # not in its base
+    child = context.Process(target=write_for_ever, args=(path, first, there, beside))  # type: ignore[attr-defined]  # not in its base
     child.start()
     there.close()
     if seconds > LONGEST_S / 5:

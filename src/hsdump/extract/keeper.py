@@ -1,4 +1,4 @@
-"""All of a run's work on its store, in one thread: taking states over, committing, noting where every sample is."""
+"""All of a run's work on its store, from one thread: taking states over, committing, noting where every sample is."""
 
 from __future__ import annotations
 
@@ -119,7 +119,10 @@ class Keeper:
         except BaseException:
             captured.release()
             raise
-        await self._do(lambda: self._keep(encoded, captured.release))
+        begun = self._thread.submit(self._keep, encoded, captured.release)
+        begun.add_done_callback(lambda begun: captured.release() if begun.cancelled() else None)
+        written: Future[bool] = await asyncio.wrap_future(begun)
+        await asyncio.wrap_future(written)
 
     async def fail(self, sample: TokenSample, reason: str, detail: str, *, attempts: int) -> None:
         """Note durably that a sample has no states."""
@@ -163,18 +166,19 @@ class Keeper:
                 self._writer.index.clear_requests()
         return found
 
-    def _keep(self, encoded: EncodedSample, release: Callable[[], None]) -> None:
-        try:
-            added = self._writer.add_encoded(encoded)
-        finally:
-            release()  # here and not where it is awaited: a cancelled wait must not free what is being written
-        if added:
+    def _keep(self, encoded: EncodedSample, release: Callable[[], None]) -> Future[bool]:
+        """Gives the writing, which other threads do; this one only says where, and waits while they are behind."""
+        is_new = not self._writer.is_known(encoded.record.key)
+        # The writer releases, not who awaits it: a cancelled wait must not free what is being written.
+        written = self._writer.begin_add(encoded, release)
+        if is_new:
             self._uncommitted[encoded.record.key] = encoded.record.num_tokens
             self._added += 1
         else:
             self._state.already += 1  # an equal row was in flight at the same time
         if self._is_due() or self._writer.is_full:
             self._begin_commit()
+        return written
 
     def _is_due(self) -> bool:
         late = time.monotonic() - self._last_commit_s > self._options.commit_s

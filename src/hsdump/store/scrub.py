@@ -15,9 +15,10 @@ import msgspec
 from hsdump.errors import StoreCorrupt
 from hsdump.store.format import shard_name
 from hsdump.store.index import Event, IndexedSample, IndexedShard
+from hsdump.store.options import WriterOptions
 from hsdump.store.reader import Store
 from hsdump.store.shard_reader import damaged_pads, damaged_tensors, read_header
-from hsdump.store.writer import StoreWriter, WriterOptions
+from hsdump.store.writer import StoreWriter
 
 Progress = Callable[[int, int], None]
 """Called with samples and bytes done since the last call."""

@@ -39,6 +39,8 @@ class ShardWriter:
         self.number = number
         self.samples: list[SampleRecord] = []
         self.data_bytes = 0
+        """Of all that has a place, written or not."""
+
         self._path = shard_path(store, number)
         self._partial = self._path.with_name(self._path.name + PARTIAL_SUFFIX)
         self._manifest, self._fs, self._expected_bytes = manifest, fs, expected_bytes
@@ -57,16 +59,23 @@ class ShardWriter:
         Args:
             record: with one entry of `tensors` for each part, in the same order, checksums included. `has_room_for` it.
         """
+        self.place(record)
+        self.write(parts)
+
+    def place(self, record: SampleRecord) -> None:
+        """Do the part of `append` that needs no disk: say where the sample's bytes go. `write` must follow, in the same
+        order, perhaps in another thread while the next samples get their places.
+        """
         self._header_bytes += header_cost(record)
-        self._prepare_for(sum(entry.num_bytes for entry in record.tensors))
+        self._reserve_for(sum(entry.num_bytes for entry in record.tensors))
         entries = []
-        for entry, part in zip(record.tensors, parts, strict=True):
-            place = TensorEntry(
-                entry.name, entry.codec, entry.dtype, entry.shape, self.data_bytes, entry.num_bytes, entry.checksum
+        for entry in record.tensors:
+            entries.append(
+                TensorEntry(
+                    entry.name, entry.codec, entry.dtype, entry.shape, self.data_bytes, entry.num_bytes, entry.checksum
+                )
             )
-            self._put(part.data, entry.num_bytes)
-            self._put(bytes(pad_bytes(entry.num_bytes)), pad_bytes(entry.num_bytes))
-            entries.append(place)
+            self.data_bytes += entry.num_bytes + pad_bytes(entry.num_bytes)
         self.samples.append(
             SampleRecord(
                 key=record.key,
@@ -78,6 +87,15 @@ class ShardWriter:
                 errors=record.errors,
             )
         )
+
+    def write(self, parts: list[Encoded]) -> None:
+        """Write the bytes of the first sample that has a place and no bytes yet."""
+        if self._fd is None and self._reserve is not None:
+            self._begin_file(self._reserve)
+        for part in parts:
+            num_bytes = memoryview(part.data).nbytes
+            self._put(part.data, num_bytes)
+            self._put(bytes(pad_bytes(num_bytes)), pad_bytes(num_bytes))
 
     def finish(self) -> tuple[ShardHeader, int]:
         """Write the header, make the bytes durable, give the file its name.
@@ -102,16 +120,18 @@ class ShardWriter:
         self._buffer.clear()
         self._fs.remove(self._partial)
 
-    def _prepare_for(self, num_bytes: int) -> None:
+    def _reserve_for(self, num_bytes: int) -> None:
         """Go over from memory to the file before the buffer gets too large."""
-        if self._fd is not None or self.data_bytes + num_bytes <= BUFFER_BYTES:
+        if self._reserve is not None or self.data_bytes + num_bytes <= BUFFER_BYTES:
             return
         seen = max(self.data_bytes + num_bytes, 1)
         scale = max(1.25 * self._expected_bytes / seen, 1.0)
         wanted = max(self._header_bytes, min(int(self._header_bytes * scale), MAX_RESERVE_BYTES))
         self._reserve = wanted + (-wanted % ALIGNMENT)
+
+    def _begin_file(self, reserve: int) -> None:
         self._fd = self._fs.create(self._partial)
-        self._fs.write(self._fd, b" " * self._reserve)
+        self._fs.write(self._fd, b" " * reserve)
         if self._buffer:
             self._fs.write(self._fd, b"".join(self._buffer))
             self._buffer.clear()
@@ -123,7 +143,6 @@ class ShardWriter:
             self._buffer.append(memoryview(data).cast("B").tobytes())
         else:
             self._fs.write(self._fd, data)
-        self.data_bytes += num_bytes
 
     def _close(self) -> None:
         if self._fd is not None:

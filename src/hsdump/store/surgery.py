@@ -22,9 +22,10 @@ from hsdump.store.fs import Fs
 from hsdump.store.index import Event, IndexedSample
 from hsdump.store.manifest import Manifest, differences
 from hsdump.store.opening import disk_errors
+from hsdump.store.options import WriterOptions
 from hsdump.store.reader import Store, StoredSample
 from hsdump.store.remote import as_url
-from hsdump.store.writer import StoreWriter, WriterOptions
+from hsdump.store.writer import StoreWriter
 
 Progress = Callable[[int, int], None]
 """Called with samples and bytes done since the last call."""

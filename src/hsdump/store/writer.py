@@ -1,58 +1,37 @@
 """The write side of a store: samples become durable in batches, and what `commit` returned is never lost.
 
-Samples are added by one thread. A batch is made durable by the same one (`commit`), or by a second thread while the
-first goes on adding (`begin_commit`).
+Samples are added by one thread. It writes them itself, one shard after the other (`add`), or has several shards written
+side by side by others (`begin_add`). A batch is made durable by the same thread (`commit`), or by a second one while
+the first goes on adding (`begin_commit`).
 
 Letters: S = tokens of one sample, H = hidden size.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
 from hsdump.arrays import StateArray
-from hsdump.errors import StoreError
 from hsdump.keys import KeySet
 from hsdump.samples import TokenSample
 from hsdump.store import recovery
-from hsdump.store.attach import RemoteOptions
 from hsdump.store.codecs import Encoded, check_codec
 from hsdump.store.encoding import EncodedSample, SampleEncoder
 from hsdump.store.format import SHARDS_FOLDER, SampleRecord, shard_path
-from hsdump.store.fs import Fs
+from hsdump.store.health import Health
 from hsdump.store.index import Event, Failure, SkippedRow, utc_now
 from hsdump.store.manifest import Manifest
 from hsdump.store.opening import OpenedStore, disk_errors, open_store
-from hsdump.store.shard_writer import ShardWriter
+from hsdump.store.options import WriterOptions
+from hsdump.store.shards import Batch, Shards
+from hsdump.store.side_by_side import COMMIT_THREAD
 from hsdump.store.upload import Uploader
 
 SKIPS_AT_ONCE = 1000
-
-COMMIT_THREAD = "hsdump-commit"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WriterOptions:
-    """How a store is written; none of it changes what a reader sees."""
-
-    shard_bytes: int = 1 << 30
-    """A shard that reached this size takes no further sample. One commit may hold several shards."""
-
-    codec_threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    """States encoded at a time by a codec other than raw."""
-
-    fs: Fs = field(default_factory=Fs)
-    """Where disk operations go; tests break it."""
-
-    remote: RemoteOptions = field(default_factory=RemoteOptions)
-    """A URL that shards go to, for a store that is to have one. One that has it already goes on with it."""
 
 
 @final
@@ -69,17 +48,15 @@ class StoreWriter:
         """What `open` had to put in order."""
 
         self.index, self.fs = index, options.fs
-        self._lock, self._options = opened.lock, options
+        self._lock = opened.lock
         self._committed = index.key_set()
         self._pending: set[str] = set()
-        self._shards: list[ShardWriter] = []
         self._skips: list[SkippedRow] = []
-        self._next_number = recovery.next_shard_number(path, index, opened.attached)
-        self._broken: str | None = None
+        self._health = Health(path)
+        number = recovery.next_shard_number(path, index, opened.attached)
+        self._shards = Shards(path, manifest, options, number, self._health)
         self._closed = False
         self._encoder = SampleEncoder(manifest, options.codec_threads)
-        self._finishing: list[ShardWriter] = []
-        """Shards of the commit under way; after a failed one what it left."""
 
         self._committer: ThreadPoolExecutor | None = None
         self._under_way: Future[list[str]] | None = None
@@ -142,12 +119,16 @@ class StoreWriter:
     @property
     def pending_bytes(self) -> int:
         """Bytes added but not committed."""
-        return sum(shard.data_bytes for shard in self._shards)
+        return self._shards.num_bytes
 
     @property
     def is_full(self) -> bool:
-        """Tell whether what was added fills a shard, so that a commit now makes no small one."""
-        return self.pending_bytes >= self._options.shard_bytes
+        """Tell whether what was added fills a shard, so that a commit now makes no small one.
+
+        Of the shards that `begin_add` fills side by side one must be full and all at least half full; who commits then
+        has at most `shards_at_once` times `shard_bytes` uncommitted, and as much in a commit under way.
+        """
+        return self._shards.is_full
 
     def add(self, sample: TokenSample, states: Sequence[StateArray], *, attempts: int = 1) -> bool:
         """Take a sample over; it is safe only when `commit` returns its key.
@@ -183,6 +164,36 @@ class StoreWriter:
         self._append(encoded.record, encoded.parts)
         return True
 
+    def begin_add(self, encoded: EncodedSample, release: Callable[[], None] = lambda: None) -> Future[bool]:
+        """Have the rest of `add` done by other threads, several samples at a time, for a disk that takes more than one
+        file at a time can. The sample belongs to the next commit, which waits for it.
+
+        Waits while every thread has one sample to write and another behind it. With several shards at a time samples
+        stand in the store shard by shard, no longer in the order of adding.
+
+        Args:
+            release: called once in any thread when the states are needed no more, whatever comes of it.
+
+        Returns:
+            Resolves to what `add` returns when the bytes are written, or to what it raises. It cannot be cancelled.
+
+        Raises:
+            StoreError: as `add`, when the disk failed earlier.
+        """
+        try:
+            self._check_usable()
+            if not self.is_known(encoded.record.key):
+                self._pending.add(encoded.record.key)
+                with self._health.all_or_broken():
+                    return self._shards.begin(encoded, release)
+        except BaseException:
+            release()
+            raise
+        release()
+        known: Future[bool] = Future()
+        known.set_result(False)
+        return known
+
     def commit(self) -> list[str]:
         """Make everything added so far durable.
 
@@ -195,7 +206,7 @@ class StoreWriter:
         self._check_usable()
         self._settle()
         self._flush_skips()
-        return self._finish(self._take_shards(), None) if self._shards else []
+        return self._finish(self._shards.take(), None) if self._shards else []
 
     def begin_commit(self) -> Future[list[str]]:
         """Have everything added so far made durable by another thread, while the next samples are added.
@@ -214,7 +225,7 @@ class StoreWriter:
         self._flush_skips()
         if self._committer is None:
             self._committer = ThreadPoolExecutor(1, COMMIT_THREAD)
-        self._under_way = self._committer.submit(self._finish, self._take_shards(), None)
+        self._under_way = self._committer.submit(self._finish, self._shards.take(), None)
         return self._under_way
 
     def copy(self, record: SampleRecord, parts: Sequence[Any]) -> None:
@@ -252,7 +263,7 @@ class StoreWriter:
         before = [row.record.key for row in self.index.samples(number)]
         for record, parts in keep:
             self._append_copy(record, parts)
-        self._finish(self._take_shards(), (number, why))
+        self._finish(self._shards.take(), (number, why))
         if delete:
             with disk_errors(self.path):
                 recovery.delete_quarantined(self.path, number, self.fs)
@@ -269,18 +280,14 @@ class StoreWriter:
         self._append(record, encoded)
 
     def _append(self, record: SampleRecord, parts: list[Encoded]) -> None:
-        with self._all_or_broken():
-            self._shard_for(record).append(record, parts)
+        with self._health.all_or_broken():
+            self._shards.append(record, parts)
         self._pending.add(record.key)
 
-    def _take_shards(self) -> list[ShardWriter]:
-        self._finishing, self._shards = self._shards, []
-        return self._finishing
-
-    def _finish(self, shards: list[ShardWriter], replaced: tuple[int, Event] | None) -> list[str]:
+    def _finish(self, batch: Batch, replaced: tuple[int, Event] | None) -> list[str]:
         """Runs in the caller's thread or in the committer; never in both at once."""
-        with self._all_or_broken():
-            headers = [shard.finish() for shard in shards]
+        with self._health.all_or_broken():
+            headers = self._shards.finish(batch)
             self.fs.sync_folder(self.path / SHARDS_FOLDER)
             if replaced:
                 old = shard_path(self.path, replaced[0])
@@ -292,8 +299,8 @@ class StoreWriter:
                     self.index.add_event(replaced[1])
                 for header, header_bytes in headers:
                     self.index.add_shard(header, header_bytes)
-        keys = [record.key for header, _ in headers for record in header.samples]
-        self._finishing = []
+        keys = batch.keys
+        self._shards.finished()
         self._committed.update(keys)  # before they leave `_pending`, so that another thread always knows them
         self._pending.difference_update(keys)
         if self._uploader is not None:
@@ -325,7 +332,7 @@ class StoreWriter:
         self._check_usable()
         if failure.key in self._committed:
             return
-        with self._all_or_broken(), self.index.transaction():
+        with self._health.all_or_broken(), self.index.transaction():
             if self.index.sample(failure.key) is None:  # a commit under way may have been faster
                 self.index.add_failure(failure)
 
@@ -352,7 +359,7 @@ class StoreWriter:
         self._encoder.close()
         try:
             self._settle()
-            if self._broken is None:
+            if self._health.problem is None:
                 self._flush_skips()
                 if self._uploader is not None and upload:
                     self._uploader.finish()
@@ -360,17 +367,18 @@ class StoreWriter:
             self._let_go()
 
     def _let_go(self) -> None:
+        self._health.give_up("it was closed")  # first: what waits in threads need not be written any more
         try:
-            with disk_errors(self.path):
-                self._discard_pending()
-        finally:
             if self._committer is not None:
                 self._committer.shutdown()
+            with disk_errors(self.path):
+                self._shards.close()
+        finally:
+            self._pending.clear()
             if self._uploader is not None:
                 self._uploader.close()
             self.index.close()
             self._lock.release()
-            self._broken = self._broken or "it was closed"
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -380,40 +388,13 @@ class StoreWriter:
     ) -> None:
         self.close(upload=error is None)
 
-    def _shard_for(self, record: SampleRecord) -> ShardWriter:
-        if self._shards:
-            last = self._shards[-1]
-            if last.data_bytes < self._options.shard_bytes and last.has_room_for(record):
-                return last
-        shard = ShardWriter(self.path, self._next_number, self.manifest, self.fs, self._options.shard_bytes)
-        self._next_number += 1
-        self._shards.append(shard)
-        return shard
-
     def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise StoreError(f"{self.path} cannot be written any more: {self._broken}", "open it again")
+        self._health.check()
         if self._uploader is not None:
             self._uploader.check()
 
     def _flush_skips(self) -> None:
         if self._skips:
-            with self._all_or_broken(), self.index.transaction():
+            with self._health.all_or_broken(), self.index.transaction():
                 self.index.add_skips(self._skips)
             self._skips.clear()
-
-    def _discard_pending(self) -> None:
-        for shard in (*self._finishing, *self._shards):
-            shard.discard()
-        self._finishing, self._shards = [], []
-        self._pending.clear()
-
-    @contextmanager
-    def _all_or_broken(self) -> Iterator[None]:
-        """After a failed write or fsync nobody knows what the kernel kept, so this writer must not go on."""
-        try:
-            with disk_errors(self.path):
-                yield
-        except BaseException as error:
-            self._broken = str(error.what if isinstance(error, StoreError) else error) or type(error).__name__
-            raise

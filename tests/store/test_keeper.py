@@ -1,0 +1,154 @@
+"""What a run's keeper does with the memory of a sample, and with the store's threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+
+from hsdump.engines.base import CapturedSample
+from hsdump.errors import StoreError
+from hsdump.extract.keeper import Keeper
+from hsdump.extract.plan import ExtractOptions, ExtractPlan
+from hsdump.extract.state import RunState
+from hsdump.store import StoreWriter, WriterOptions, shard_writer, side_by_side
+from tests.store.faults import FaultyFs
+from tests.store.making import Made, assert_holds, make_manifest, make_sample
+
+MANIFEST = make_manifest()
+
+
+def ignore(_kind: str, **_facts: object) -> None:
+    """Events are another test's."""
+
+
+def in_a_loop(test: Callable[[Run], Coroutine[None, None, None]]) -> Callable[[Run], None]:
+    @wraps(test)
+    def synchronous(run: Run) -> None:
+        asyncio.run(test(run))
+
+    return synchronous
+
+
+@dataclass
+class Run:
+    """A keeper over a store whose disk the test can stop."""
+
+    path: Path
+    fs: FaultyFs = field(default_factory=FaultyFs)
+    state: RunState = field(default_factory=RunState)
+    released: list[int] = field(default_factory=list)
+
+    def keeper(self) -> Keeper:
+        options = WriterOptions(fs=self.fs, shard_bytes=12_000)
+        plan = SimpleNamespace(columns=range(len(MANIFEST.shape.names)), shape=MANIFEST.shape)
+        return Keeper(
+            lambda: StoreWriter.open(self.path, MANIFEST, options=options),
+            cast("ExtractPlan", plan),
+            cast("ExtractOptions", SimpleNamespace(commit_s=60.0)),
+            self.state,
+            ignore,
+        )
+
+    def captured(self, number: int, made: Made) -> CapturedSample:
+        states = tuple(state.copy() for state in made.states)
+
+        def release() -> None:
+            self.released.append(number)
+            for state in states:
+                state.fill(1)  # the ring's memory has other rows now
+
+        ids = np.asarray(made.sample.input_ids)
+        return CapturedSample(token_ids=ids, states=states, release=release, meta={})
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(side_by_side, "SMALL_BYTES", 0)
+    monkeypatch.setattr(shard_writer, "BUFFER_BYTES", 1000)
+    return Run(tmp_path / "store")
+
+
+def made_of(count: int) -> list[Made]:
+    return [make_sample(seed, MANIFEST, num_tokens=45) for seed in range(count)]
+
+
+async def until(done: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if done():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never happened")
+
+
+@in_a_loop
+async def test_samples_are_kept_side_by_side_and_released_when_written(run: Run) -> None:
+    made, keeper = made_of(20), run.keeper()
+    await keeper.open()
+    twice = [*made, made[0]]
+    await asyncio.gather(*(keeper.keep(one.sample, run.captured(n, one), 1) for n, one in enumerate(twice)))
+    assert sorted(run.released) == list(range(21))
+    assert all(keeper.committed(one.sample.key) for one in made)
+    await keeper.close()
+    keeper.shut_down()
+    assert (run.state.committed, run.state.already) == (20, 1)
+    assert_holds(run.path, made)
+
+
+@in_a_loop
+async def test_cancelled_wait_frees_nothing_that_is_being_written(run: Run) -> None:
+    made, keeper = made_of(4), run.keeper()
+    await keeper.open()
+    run.fs.fill_gate.clear()
+    tasks = [asyncio.create_task(keeper.keep(one.sample, run.captured(n, one), 1)) for n, one in enumerate(made)]
+    await until(lambda: all(keeper.committed(one.sample.key) for one in made))
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert run.released == []
+    run.fs.fill_gate.set()
+    await keeper.close()
+    keeper.shut_down()
+    assert sorted(run.released) == list(range(4))
+    assert_holds(run.path, made)
+
+
+@in_a_loop
+async def test_cancelled_before_its_turn_is_released_all_the_same(run: Run) -> None:
+    made, keeper = made_of(12), run.keeper()
+    await keeper.open()
+    run.fs.fill_gate.clear()
+    tasks = [asyncio.create_task(keeper.keep(one.sample, run.captured(n, one), 1)) for n, one in enumerate(made)]
+    # Four threads with two samples each; the store's thread waits with the ninth, and the others wait for it.
+    await until(lambda: sum(keeper.committed(one.sample.key) for one in made) == 8)
+    await asyncio.sleep(0.1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(run.released) >= 3
+    run.fs.fill_gate.set()
+    await keeper.close()
+    keeper.shut_down()
+    assert sorted(run.released) == list(range(12))
+
+
+@in_a_loop
+async def test_a_write_that_fails_reaches_who_waits(run: Run) -> None:
+    made, keeper = made_of(6), run.keeper()
+    await keeper.open()
+    run.fs.kind, run.fs.fuse = "error", run.fs.operations + 5
+    keeps = (keeper.keep(one.sample, run.captured(n, one), 1) for n, one in enumerate(made))
+    errors = await asyncio.gather(*keeps, return_exceptions=True)
+    assert any(isinstance(error, StoreError) for error in errors)
+    with pytest.raises(StoreError):
+        await keeper.close()
+    keeper.shut_down()
+    assert sorted(run.released) == list(range(6))
+    assert not run.fs.open_files
