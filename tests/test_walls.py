@@ -24,7 +24,7 @@ RANKS = {
     part: rank
     for rank, parts in enumerate(
         (
-            ("_version", "errors", "arrays", "keys", "locks", "live"),
+            ("_version", "errors", "arrays", "connections", "keys", "locks", "live"),
             ("layers", "lean", "samples"),
             ("schema",),
             ("spool",),

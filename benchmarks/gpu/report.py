@@ -16,7 +16,9 @@ from typing import Any
 
 RUNS = {
     "l8b": "Llama-3.1-8B shape",
+    "l8b-alone": "Llama-3.1-8B shape, an earlier call, alone on its machine",
     "kimi": "Kimi shape (hidden 7168, 6 layers)",
+    "kimi-store": "Kimi shape, a later call: the store written several shards at a time",
     "kimi-wide": "Kimi shape, an earlier call: two sizes of staging memory",
 }
 

@@ -14,12 +14,10 @@ from typing import Any, TypeVar
 import httpx
 import numpy as np
 
+from hsdump.connections import limits
 from hsdump.engines.base import CaptureRequest
 from hsdump.engines.sglang_http import SglangEngine
 from hsdump.samples import sample_key
-
-LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-"""The same as `SglangEngine` uses: only the requests may differ between modes."""
 
 T = TypeVar("T")
 Samples = list[np.ndarray]
@@ -61,7 +59,7 @@ def ordinary(
 
     async def run() -> Measured:
         slots = asyncio.Semaphore(at_once or in_flight(len(samples[0])))
-        async with httpx.AsyncClient(base_url=url, timeout=600, limits=LIMITS) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits()) as client:
 
             async def one(number: int, ids: np.ndarray) -> int:
                 body: dict[str, Any] = {
@@ -155,7 +153,7 @@ def decode_gaps(url: str, vocab: int, seconds: float, *, users: int = 8) -> tupl
         answers: list[float] = []
         deadline = time.perf_counter() + seconds
         rng = np.random.default_rng(5)
-        async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits()) as client:
 
             async def user() -> None:
                 while time.perf_counter() < deadline:

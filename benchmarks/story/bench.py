@@ -15,6 +15,7 @@ import httpx
 from benchmarks.story.state import Story
 from benchmarks.story.together import together
 
+from hsdump.connections import limits
 from hsdump.draft.eval import read_prompts
 
 START_S = {"cuda": 120.0, "cpu": 300.0}
@@ -113,7 +114,7 @@ async def answers(
 ) -> list[dict[str, Any]]:
     """Have prompts answered greedily; the replies in order."""
     slots = asyncio.Semaphore(at_once)
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits()) as client:
 
         async def one(ids: Tokens) -> dict[str, Any]:
             params = {"max_new_tokens": new_tokens, "temperature": 0}

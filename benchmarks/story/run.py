@@ -142,6 +142,7 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
     logs.mkdir(exist_ok=True)
     said = said_so_far(args.work, argv)
     paths = [str(MLA_ON_CPU)] if args.device == "cpu" else []
+    pids = args.work / f"servers-{args.first_port}.pids"
     target = Target(
         device=args.device,
         python=str(Path(args.sglang_python).absolute()),
@@ -149,10 +150,10 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
         made_up=False,
         log_dir=logs,
         first_port=args.first_port + PORTS_A_CALL * (len(said) % 10),
-        pid_file=args.work / "servers.pids",
+        pid_file=pids,
     )
     if args.engine == "sglang":
-        print(f"left over from an earlier call, ended: {end_left_over(args.work / 'servers.pids')}", flush=True)
+        print(f"left over from an earlier call, ended: {end_left_over(pids)}", flush=True)
     about: dict[str, Any] = {
         "commands": said,
         "free_gib": free_space(args.work),

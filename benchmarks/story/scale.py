@@ -126,12 +126,12 @@ SCALES = {
         batch_rows=64,
         target_s=280,
         adam_lr=1.5e-3,
-        learn=12_000,
+        learn=8_000,
         test=128,
         new_tokens=160,
         draft_vocab=8192,
         train=(
-            *("--ttt-steps", "5", "--tokens", "8192", "--epochs", "40", "--max-steps", "1600", "--lr", "1e-3"),
+            *("--ttt-steps", "5", "--tokens", "8192", "--epochs", "40", "--max-steps", "1200", "--lr", "1e-3"),
             *(
                 "--warmup",
                 "100",

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from hsdump.connections import limits
 from hsdump.errors import ServerError, UsageError
 
 CONCURRENCIES = (1, 4, 16)
@@ -147,8 +148,7 @@ def rates_of(histograms: Sequence[Sequence[int]], steps: int = 0) -> list[float]
 
 async def _measure(server: Server, prompts: Sequence[Sequence[int]], concurrency: int, new_tokens: int) -> Speed:
     before, slots = server.counters(), asyncio.Semaphore(concurrency)
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=600, limits=limits(concurrency)) as client:
 
         async def one(ids: Sequence[int]) -> dict[str, Any] | None:
             async with slots:

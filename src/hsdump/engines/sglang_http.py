@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from hsdump.connections import limits
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, ServerAway, ServerLoad
 from hsdump.engines.handover import HandOver
 from hsdump.engines.handshake import generate_body, handshake, server_facts
@@ -80,10 +81,9 @@ class SglangEngine:
 
         self._next_forget_s = 0.0
         self._aborts: set[asyncio.Task[None]] = set()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(
-            base_url=self.url, timeout=request_timeout_s, limits=limits, headers=self._headers
+            base_url=self.url, timeout=request_timeout_s, limits=limits(), headers=self._headers
         )
 
     def handshake(self) -> EngineInfo:

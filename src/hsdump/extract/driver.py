@@ -1,4 +1,4 @@
-"""One run: read, admit, capture, commit. One event loop, one reader thread, a store thread and those that write for it."""
+"""One run: read, admit, capture, commit. One event loop, one reader thread, the store's threads."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from hsdump.connections import limits
 from hsdump.engines.handshake import server_facts
 from hsdump.errors import HsdumpError, ServerError
 from hsdump.generate.options import Sampling
@@ -65,9 +66,8 @@ class AnswerServer:
         self._mending = asyncio.Lock()
         self._lost = False
         self._gone: ServerError | None = None
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(timeout_s, connect=30.0)
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, headers=self._headers)
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits(), headers=self._headers)
 
     def greet(self) -> Served:
         """Ask what is served.
