@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,6 +114,16 @@ def test_a_step_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
     assert story.figures("later") is None
     assert story.step("now", 1, lambda: {"found": 1})["found"] == 1
     assert story.step("now", 1, lambda: {"found": 2})["found"] == 1
+
+
+def test_a_stage_waits_for_what_another_process_makes(tmp_path: Path) -> None:
+    story = make_story(tmp_path, seconds=60)
+    assert run.wait_for_makings(story, "lesson") == ["draft.vocab"]
+    story.wait_s = 30.0
+    later = threading.Timer(0.6, lambda: write(story.work / "done/draft.vocab.json", {}))
+    later.start()
+    assert run.wait_for_makings(story, "lesson") == []
+    later.join()
 
 
 def test_a_step_that_was_cut_counts_all_its_time(tmp_path: Path) -> None:

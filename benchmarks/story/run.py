@@ -40,6 +40,7 @@ AGAIN_S = 15.0
 FIRST_PORT, PORTS_A_CALL = 20_000, 1_000
 """Below the ports that a kernel gives to connections; each call begins behind the one before."""
 
+WAIT_STEP_S = 0.5
 DONE, FAILED, CALL_AGAIN = 0, 1, 4
 LOG_BYTES = 1 << 18
 
@@ -82,8 +83,8 @@ def attempt_stage(story: Story, stage: str) -> None:
         Stopped: this call is over.
     """
     print(f"== {stage}, {story.left():.0f} s are left", flush=True)
-    lacks = [name for name in BEFORE[stage] if story.figures(name) is None and not (name in GIVEN and story.model_path)]
     try:
+        lacks = wait_for_makings(story, stage)
         if lacks:
             story.postpone(stage, f"there is no {', '.join(lacks)} yet")
         else:
@@ -96,6 +97,17 @@ def attempt_stage(story: Story, stage: str) -> None:
         story.note(stage, error)
     finally:
         free_memory(story, stage)
+
+
+def wait_for_makings(story: Story, stage: str) -> list[str]:
+    """Give what a stage lacks, after the wait that was asked for: another process may be making it."""
+    until_s = time.monotonic() + min(story.wait_s, story.left())
+    while True:
+        wanted = [name for name in BEFORE[stage] if not (name in GIVEN and story.model_path)]
+        lacks = [name for name in wanted if story.figures(name) is None]
+        if not lacks or time.monotonic() >= until_s:
+            return lacks
+        time.sleep(WAIT_STEP_S)
 
 
 def free_memory(story: Story, stage: str) -> None:
@@ -127,6 +139,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="a folder with more text")
     parser.add_argument("--sglang-python", default=sys.executable)
     parser.add_argument("--pythonpath", default=os.environ.get("PYTHONPATH", ""), help="of the servers")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds, for what another process makes in --work")
     parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="apart from those of a story beside it")
     args = parser.parse_args(argv)
     unknown = set(args.stages.split(",")) - set(STAGES)
@@ -172,6 +185,7 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
         in_process=args.in_process,
         text=args.text,
         model_path=args.model,
+        wait_s=args.wait,
         about=about,
     )
 

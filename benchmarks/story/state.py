@@ -78,6 +78,9 @@ class Story:
     model_path: Path | None = None
     """A target that exists already, instead of one trained here."""
 
+    wait_s: float = 0.0
+    """How long a stage waits for what another process makes below `work`."""
+
     about: dict[str, Any] = field(default_factory=dict)
     """Machine, versions, command."""
 
@@ -215,6 +218,7 @@ class Story:
         with log.open("a", encoding="utf-8") as errors:
             errors.write(f"\n$ hsdump {' '.join(said)}\n")
             errors.flush()
+            said_from = log.stat().st_size
             process = subprocess.Popen(
                 command, env={**os.environ, **QUIET}, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
             )
@@ -228,7 +232,7 @@ class Story:
                     stop(process)
         seconds = time.monotonic() - begin
         if process.returncode not in codes:
-            end = log.read_text(encoding="utf-8", errors="replace")[-1500:]
+            end = log.read_bytes()[said_from:][-1500:].decode(errors="replace")
             shown = output[-1500:].decode(errors="replace")
             raise StepFailed(f"hsdump {' '.join(said)}: exit code {process.returncode}\n{shown}\n{end}")
         found = json.loads(output) if output.strip().startswith(b"{") else {}
