@@ -22,7 +22,7 @@ from hsdump.draft.checkpoints import STEPS, WEIGHTS, load_drafter, load_tensors,
 from hsdump.draft.export import export_drafter
 from hsdump.draft.foreign import read_drafter
 from hsdump.draft.loss import shift, step_mask
-from hsdump.draft.model import Drafter, Inputs
+from hsdump.draft.model import Drafter, Inputs, Norm
 from hsdump.draft.target import Target
 from hsdump.draft.train import train
 from hsdump.draft.vocab import DraftVocab, load_vocab, save_vocab
@@ -78,6 +78,22 @@ def test_flex_attention_is_the_same_function() -> None:
     with torch.no_grad():  # its backward runs on a GPU only
         one, other = (ttt_attention(q, keys, values, causal) for causal in (ByDocument(lengths), Flex(documents)))
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_norms_keep_the_precision_of_their_input() -> None:
+    torch.manual_seed(0)
+    norm, plain = Norm(64, eps=1e-6), torch.nn.RMSNorm(64, eps=1e-6)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.1 * torch.randn(64))
+        plain.weight.copy_(norm.weight)
+    x = torch.randn(7, 64)
+    assert torch.equal(norm(x), plain(x))
+    rounded = norm(x.bfloat16())
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), plain(x.bfloat16().float()), rtol=2**-6, atol=0)  # three roundings
+    rounded.float().sum().backward()
+    assert norm.weight.grad is not None
+    assert norm.weight.grad.dtype == torch.float32
 
 
 def test_step_masks_stay_inside_documents() -> None:

@@ -75,21 +75,31 @@ class Mlp(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Norm(nn.RMSNorm):  # type: ignore[misc]  # torch is Any to mypy
+    """An RMS norm of its input's precision. With the float32 weight beside a bfloat16 input torch has no kernel of its
+    own and takes a dozen; engines round the weight as well when they load it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class DraftLayer(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """The one decoder layer. Its residual is the state as it came in, not its norm."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
-        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.input_layernorm = Norm(hidden, eps=eps)
+        self.hidden_norm = Norm(hidden, eps=eps)
+        self.post_attention_layernorm = Norm(hidden, eps=eps)
         self.self_attn = Attention(config)
         self.mlp = Mlp(config)
 
     def wide(self, embeds_TH: Tensor, hidden_TH: Tensor) -> Tensor:
         """[T, 2H] what the attention reads."""
-        return torch.cat([self.input_layernorm(embeds_TH), self.hidden_norm(hidden_TH)], dim=-1)
+        normed_TH = self.hidden_norm(hidden_TH)
+        return torch.cat([self.input_layernorm(embeds_TH).to(normed_TH.dtype), normed_TH], dim=-1)
 
     def finish(self, hidden_TH: Tensor, attended_QTD: Tensor) -> Tensor:
         """Go from the attention's output to the layer's."""
@@ -114,7 +124,7 @@ class Drafter(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         self.embed_tokens.weight.requires_grad_(config.own_embeddings)
         self.fc = nn.Linear(len(config.layers) * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([DraftLayer(config)])
-        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.norm = Norm(hidden, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.from_numpy(vocab.d2t.copy()))
         self.register_buffer("t2d", torch.from_numpy(vocab.t2d.copy()))
