@@ -185,6 +185,7 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
         in_process=args.in_process,
         text=args.text,
         model_path=args.model,
+        beside="" if args.first_port == FIRST_PORT else f"-{args.first_port}",
         wait_s=args.wait,
         about=about,
     )

@@ -31,10 +31,6 @@ CLEANING = threading.Event()
 """Set while `OutOfTime` makes its way up: a second one would interrupt the stopping of commands and servers."""
 
 
-_WRITING = threading.Lock()
-"""Steps may be at work in several threads, and their results are one file."""
-
-
 class OutOfTime(BaseException):
     """The call's time is over, or too short for a step; the next one goes on here.
 
@@ -77,6 +73,9 @@ class Story:
     text: Path | None = None
     model_path: Path | None = None
     """A target that exists already, instead of one trained here."""
+
+    beside: str = ""
+    """Of a second process with the same `work`: in the names of files that it alone writes."""
 
     wait_s: float = 0.0
     """How long a stage waits for what another process makes below `work`."""
@@ -186,20 +185,19 @@ class Story:
         if len(last) > 1500:  # a command's: what it was, and the end of what it said
             last = f"{last[:400]} [...] {last[-1000:]}"
         self.failed.append(name)
-        path = self.work / "errors.json"
+        path = self.work / f"errors{self.beside}.json"
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         write(path, [*found, {"step": name, "call": len(self.about.get("commands", [])), "error": last}])
         self.publish()
 
     def publish(self) -> None:
         """Write all that is known so far to where results are kept: a call that is killed loses none of it."""
-        with _WRITING:
-            done = sorted((self.work / "done").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-            steps = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in done}
-            path = self.work / "errors.json"
-            errors = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-            told = {"scale": self.scale.name, "postponed": self.postponed, "errors": errors, "steps": steps}
-            write(self.out / "story.json", {**self.about, **told})
+        done = sorted((self.work / "done").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        steps = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in done}
+        noted = sorted(self.work.glob("errors*.json"))
+        errors = [error for path in noted for error in json.loads(path.read_text(encoding="utf-8"))]
+        told = {"scale": self.scale.name, "postponed": self.postponed, "errors": errors, "steps": steps}
+        write(self.out / "story.json", {**self.about, **told})
 
     def hsdump(self, *words: object, codes: tuple[int, ...] = (0,)) -> dict[str, Any]:
         """Run one command as a user does; its report, with `exit_code` and `command_seconds` in it.
@@ -212,7 +210,7 @@ class Story:
         if self.in_process:
             return self._in_process(said, codes)
         command = [sys.executable, "-m", "hsdump.cli.main", *said, "--json"]
-        log = self.work / "logs/commands.log"
+        log = self.work / f"logs/commands{self.beside}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         with log.open("a", encoding="utf-8") as errors:
@@ -274,7 +272,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def write(path: Path, data: Any) -> None:
     """Write JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
 

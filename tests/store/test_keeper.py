@@ -45,6 +45,7 @@ class Run:
     fs: FaultyFs = field(default_factory=FaultyFs)
     state: RunState = field(default_factory=RunState)
     released: list[int] = field(default_factory=list)
+    commit_s: float = 60.0
 
     def keeper(self) -> Keeper:
         options = WriterOptions(fs=self.fs, shard_bytes=12_000)
@@ -52,7 +53,7 @@ class Run:
         return Keeper(
             lambda: StoreWriter.open(self.path, MANIFEST, options=options),
             cast("ExtractPlan", plan),
-            cast("ExtractOptions", SimpleNamespace(commit_s=60.0)),
+            cast("ExtractOptions", SimpleNamespace(commit_s=self.commit_s)),
             self.state,
             ignore,
         )
@@ -117,6 +118,29 @@ async def test_cancelled_wait_frees_nothing_that_is_being_written(run: Run) -> N
     await keeper.close()
     keeper.shut_down()
     assert sorted(run.released) == list(range(4))
+    assert_holds(run.path, made)
+
+
+@in_a_loop
+async def test_a_slow_commit_holds_samples_back_and_nothing_else(run: Run) -> None:
+    run.commit_s = 0.0
+    made, keeper = made_of(12), run.keeper()
+    await keeper.open()
+    run.fs.gate.clear()
+    tasks = []
+    for number, one in enumerate(made):
+        tasks.append(asyncio.create_task(keeper.keep(one.sample, run.captured(number, one), 1)))
+        await asyncio.wait(tasks[-1:], timeout=0.3)
+    assert tasks[1].done()
+    assert not tasks[-1].done()  # the first commit is under way, and enough is there for the next one
+    keeper.note(made[-1].sample, "sent", "an-id")
+    await asyncio.wait_for(keeper.tick(), 5)
+    await asyncio.wait_for(keeper.fail(make_sample(99, MANIFEST, num_tokens=45).sample, "reason", "", attempts=1), 5)
+    run.fs.gate.set()
+    await asyncio.gather(*tasks)
+    await keeper.close()
+    keeper.shut_down()
+    assert run.state.committed == 12
     assert_holds(run.path, made)
 
 

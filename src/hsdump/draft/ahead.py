@@ -9,14 +9,16 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
-POLL_S = 0.2
+
+CLOSE_S = 30.0
+"""A source that does not give its next piece by then is left to itself: its thread ends with the process."""
 
 
 class Ahead(Generic[T]):
@@ -28,8 +30,10 @@ class Ahead(Generic[T]):
         tensors: of a piece, those on the device.
         """
         self._source, self._device, self._tensors = source, device, tensors
-        self._made: queue.Queue[tuple[T | None, Any, BaseException | None]] = queue.Queue(maxsize=1)
-        self._over = threading.Event()
+        self._made: queue.SimpleQueue[tuple[T, Any] | BaseException] = queue.SimpleQueue()
+        self._wanted = threading.Semaphore(1)
+        self._closed = False
+        self._end: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="hsdump-ahead", daemon=True)
         self._thread.start()
 
@@ -37,24 +41,28 @@ class Ahead(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        made, ready, error = self._made.get()
-        if error is not None:
-            self._thread.join()
-            raise error
-        assert made is not None
+        if self._end is None:
+            found = self._made.get()
+            if not isinstance(found, BaseException):
+                self._wanted.release()
+                return self._taken_over(*found)
+            self._end = found
+        raise self._end
+
+    def _taken_over(self, made: T, ready: Any) -> T:
+        """Have this thread's stream wait for a piece, and the other one's not use its memory again before."""
         if ready is not None:
             here = torch.cuda.current_stream(self._device)
             here.wait_event(ready)
             for tensor in self._tensors(made):
-                tensor.record_stream(here)  # its memory is the other stream's, which may use it again only afterwards
+                tensor.record_stream(here)
         return made
 
     def close(self) -> None:
         """Stop making more, and wait until the source is at rest."""
-        self._over.set()
-        with suppress(queue.Empty):
-            self._made.get_nowait()
-        self._thread.join()
+        self._closed = True
+        self._wanted.release()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         cuda = self._device.type == "cuda"
@@ -63,16 +71,11 @@ class Ahead(Generic[T]):
                 torch.cuda.set_device(self._device)  # a thread begins with the first one
             stream = torch.cuda.Stream(self._device) if cuda else None
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
-                for made in self._source:
-                    self._put(made, stream.record_event() if stream is not None else None, None)
-                    if self._over.is_set():
+                while True:
+                    self._wanted.acquire()
+                    if self._closed:
                         return
-            self._put(None, None, StopIteration())
+                    made = next(self._source)
+                    self._made.put((made, stream.record_event() if stream is not None else None))
         except BaseException as error:  # noqa: BLE001 - raised where the next piece is asked for
-            self._put(None, None, error)
-
-    def _put(self, made: T | None, ready: Any, error: BaseException | None) -> None:
-        while not self._over.is_set():
-            with suppress(queue.Full):
-                self._made.put((made, ready, error), timeout=POLL_S)
-                return
+            self._made.put(error)

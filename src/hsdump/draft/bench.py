@@ -85,9 +85,13 @@ class Server:
 
     def _draft_steps(self) -> int:
         for path in ("/server_info", "/get_server_info") if self.engine == "sglang" else ():
-            reply = self._get(path)
-            if reply.status_code == 200:
-                return int(reply.json().get("speculative_num_steps") or 0)
+            try:
+                told = self._get(path).json()
+            except (ServerError, ValueError):  # a router, say: the figure is one to do without
+                continue
+            steps = told.get("speculative_num_steps") if isinstance(told, dict) else None
+            if isinstance(steps, int):
+                return steps
         return 0
 
     async def ask(self, client: httpx.AsyncClient, ids: Sequence[int], new_tokens: int) -> dict[str, Any]:

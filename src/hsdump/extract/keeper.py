@@ -22,6 +22,7 @@ from hsdump.store.index import RequestRow, utc_now
 
 T = TypeVar("T")
 
+ROOM_S = 0.02
 MOST_IN_A_COMMIT = 4096
 """Samples, however small: each takes some 10 KB of memory until its commit is done, and two commits may be open."""
 
@@ -116,6 +117,7 @@ class Keeper:
         try:
             # Beside the store thread, which only writes: at full speed both have enough to do.
             encoded = await asyncio.to_thread(self._writer.encode, sample, states, attempts=attempts)
+            await self._room()
         except BaseException:
             captured.release()
             raise
@@ -176,13 +178,27 @@ class Keeper:
             self._added += 1
         else:
             self._state.already += 1  # an equal row was in flight at the same time
-        if self._is_due() or self._writer.is_full:
+        if self._is_due():
             self._begin_commit()
         return written
 
+    async def _room(self) -> None:
+        """Wait while there is enough for a commit and the one before is still under way.
+
+        Here and not in the store's thread, which also writes notes and failures down: it never stands still for a disk.
+        """
+        while self._is_full() and self._is_committing():
+            await asyncio.sleep(ROOM_S)
+
+    def _is_full(self) -> bool:
+        return self._writer.is_full or self._added >= MOST_IN_A_COMMIT
+
+    def _is_committing(self) -> bool:
+        return bool(self._commits) and not self._commits[-1].done()
+
     def _is_due(self) -> bool:
         late = time.monotonic() - self._last_commit_s > self._options.commit_s
-        return late or self._added >= MOST_IN_A_COMMIT
+        return (late or self._is_full()) and not self._is_committing()
 
     def _tick(self) -> None:
         if self._uncommitted and self._is_due():

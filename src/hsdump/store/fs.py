@@ -31,6 +31,7 @@ class _WriteBack:
         self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._waiting: set[int] = set()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
 
     def start(self, fd: int) -> None:
         """Never waits."""
@@ -38,9 +39,10 @@ class _WriteBack:
             return
         self._waiting.add(fd)
         self._asked.put(fd)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hsdump-write-back", daemon=True)
-            self._thread.start()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hsdump-write-back", daemon=True)
+                self._thread.start()
 
     def _run(self) -> None:
         while True:

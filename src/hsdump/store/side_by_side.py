@@ -1,7 +1,8 @@
 """Fills several shards at a time, each in a thread of its own, and makes them durable side by side.
 
 One file takes less than its disk: writes to it are copied one after the other, and its fsync waits alone. A further
-file is begun only when those before it are behind, so that a source slower than the disk makes no more shards for it.
+file is begun only when those before it are behind: a steady source that is slower than the disk makes no more shards
+for it, one that comes in bursts some, and smaller ones.
 """
 
 from __future__ import annotations

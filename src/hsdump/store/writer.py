@@ -211,7 +211,7 @@ class StoreWriter:
     def begin_commit(self) -> Future[list[str]]:
         """Have everything added so far made durable by another thread, while the next samples are added.
 
-        At most one commit is under way: this waits for an earlier one, so that no more than two shards are unfinished
+        At most one commit is under way: this waits for an earlier one, so that no more than two batches are unfinished
         however slow the disk is.
 
         Returns:
