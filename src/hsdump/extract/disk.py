@@ -8,8 +8,8 @@ from pathlib import Path
 from hsdump.errors import StoreError
 from hsdump.extract.state import RunState
 
-MARGIN_BYTES = 17 << 20
-"""Index, write-ahead log and headers of what is not committed yet, and what unfinished shards still have in memory."""
+MARGIN_BYTES = 1 << 20
+"""Index, write-ahead log and headers of what is not committed yet."""
 
 
 class DiskFull(StoreError):
