@@ -51,8 +51,9 @@ class Keeper:
         """Since the last commit was begun."""
 
         self._commits: deque[Future[list[str]]] = deque()
-        """Under way or not counted yet, oldest first."""
+        """Under way or not counted yet, oldest first. The store thread's."""
 
+        self._newest: Future[list[str]] | None = None
         self._last_commit_s = time.monotonic()
         self._notes: dict[str, RequestRow] = {}
         self._gone: set[str] = set()
@@ -194,7 +195,8 @@ class Keeper:
         return self._writer.is_full or self._added >= MOST_IN_A_COMMIT
 
     def _is_committing(self) -> bool:
-        return bool(self._commits) and not self._commits[-1].done()
+        newest = self._newest
+        return newest is not None and not newest.done()
 
     def _is_due(self) -> bool:
         late = time.monotonic() - self._last_commit_s > self._options.commit_s
@@ -219,7 +221,8 @@ class Keeper:
         """Have the store's second thread make durable what was captured, while the next shard fills."""
         for key in self._uncommitted:
             self._notes.pop(key, None)  # a note written after the commit would be of a sample that is done
-        self._commits.append(self._writer.begin_commit())
+        self._newest = self._writer.begin_commit()
+        self._commits.append(self._newest)
         self._added = 0
         self._last_commit_s = time.monotonic()
         self._collect()
