@@ -15,7 +15,9 @@ from tests.store.conftest import PROFILE
 from tests.store.kill_child import MANIFEST, sample_of, write_for_ever
 from tests.store.making import assert_equal
 
-KILLS = {"dev": 20, "ci": 200, "nightly": 1000}[PROFILE]
+KILLS = {"dev": 20, "ci": 200, "nightly": 1000}[PROFILE] // 2
+"""Of each of the two ways to write."""
+
 LONGEST_S = 0.15
 """A child gets through several commits in this time; some are killed while they still open the store."""
 
