@@ -8,7 +8,7 @@
 set -u
 out=$1 work=$2 seconds=$3
 shift 3
-half=$(($(nproc) / 2))
+half=$(($(getconf _NPROCESSORS_ONLN) / 2)) # not nproc: it heeds OMP_NUM_THREADS
 mkdir -p "$out"
 
 lane() { # GPU CORES LOG COMMAND...
