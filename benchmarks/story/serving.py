@@ -103,8 +103,9 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
         found["plain"].append(ordinary(plain, some, at_once=flight).tokens_per_s)
         found["capture_on"].append(ordinary(url, some, at_once=flight).tokens_per_s)
         found["drained"].append(captured(url, some, at_once=flight).tokens_per_s)
+    rows = write_rows(story.work / "rates.jsonl", some)
     for _ in range(STORE_READINGS):
-        found["store"].append(stored_rate(story, url, some, flight))
+        found["store"].append(stored_rate(story, url, rows, flight))
     middle = {name: round(median(values), 1) for name, values in found.items()}
     return {
         "samples": len(some),
@@ -118,10 +119,9 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
     }
 
 
-def stored_rate(story: Story, url: str, samples: Samples, flight: int) -> float:
+def stored_rate(story: Story, url: str, rows: Path, flight: int) -> float:
     """Extract rows to a committed store of their own, which is not kept; its tokens/s without the command's start."""
-    rows, out = story.work / "rates.jsonl", afresh(story.work / "rates-store")
-    write_rows(rows, samples)
+    out = afresh(story.work / "rates-store")
     words = ("extract", rows, "--server", url, "--out", out, "--model", story.model, "--no-probe")
     found = story.hsdump(*words, "--concurrency", flight)
     afresh(out)

@@ -81,6 +81,16 @@ def made_of(count: int) -> list[Made]:
     return [make_sample(seed, MANIFEST, num_tokens=45) for seed in range(count)]
 
 
+def keeping(run: Run, keeper: Keeper, made: list[Made]) -> list[asyncio.Task[None]]:
+    return [asyncio.create_task(keeper.keep(one.sample, run.captured(n, one), 1)) for n, one in enumerate(made)]
+
+
+async def cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def until(done: Callable[[], bool]) -> None:
     for _ in range(6000):
         if done():
@@ -108,11 +118,9 @@ async def test_cancelled_wait_frees_nothing_that_is_being_written(run: Run) -> N
     made, keeper = made_of(4), run.keeper()
     await keeper.open()
     run.fs.fill_gate.clear()
-    tasks = [asyncio.create_task(keeper.keep(one.sample, run.captured(n, one), 1)) for n, one in enumerate(made)]
+    tasks = keeping(run, keeper, made)
     await until(lambda: all(keeper.committed(one.sample.key) for one in made))
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel(tasks)
     assert run.released == []
     run.fs.fill_gate.set()
     await keeper.close()
@@ -149,13 +157,11 @@ async def test_cancelled_before_its_turn_is_released_all_the_same(run: Run) -> N
     made, keeper = made_of(12), run.keeper()
     await keeper.open()
     run.fs.fill_gate.clear()
-    tasks = [asyncio.create_task(keeper.keep(one.sample, run.captured(n, one), 1)) for n, one in enumerate(made)]
+    tasks = keeping(run, keeper, made)
     # Four threads with two samples each; the store's thread waits with the ninth, and the others wait for it.
     await until(lambda: sum(keeper.committed(one.sample.key) for one in made) == 8)
     await asyncio.sleep(0.1)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel(tasks)
     assert len(run.released) >= 3
     run.fs.fill_gate.set()
     await keeper.close()

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 
 from hsdump.connections import limits
+from hsdump.engines.handshake import server_facts
 from hsdump.errors import ServerError, UsageError
 
 CONCURRENCIES = (1, 4, 16)
@@ -84,15 +85,13 @@ class Server:
         return engine, str(entry["id"])
 
     def _draft_steps(self) -> int:
-        for path in ("/server_info", "/get_server_info") if self.engine == "sglang" else ():
-            try:
-                told = self._get(path).json()
-            except (ServerError, ValueError):  # a router, say: the figure is one to do without
-                continue
-            steps = told.get("speculative_num_steps") if isinstance(told, dict) else None
-            if isinstance(steps, int):
-                return steps
-        return 0
+        if self.engine != "sglang":
+            return 0
+        try:
+            steps = server_facts(self.url, self._headers).get("speculative_num_steps")
+        except ServerError:  # a router, say: the figure is one to do without
+            return 0
+        return steps if isinstance(steps, int) else 0
 
     async def ask(self, client: httpx.AsyncClient, ids: Sequence[int], new_tokens: int) -> dict[str, Any]:
         """Have one prompt answered greedily. Gives `tokens`, and SGLang's counts of its drafts."""
