@@ -158,7 +158,8 @@ SCALES = {
             *("--moe-runner-backend", "triton", "--mem-fraction-static", "0.5", "--max-total-tokens", "200000"),
         ),
         generate_flags=("--cuda-graph-bs-decode", "1", "4", "16", "64", "128", "256"),
-        bench_flags=("--cuda-graph-bs-decode", "1", "2", "4", "8", "16"),
+        # six servers beside each other: what the others hold counts as used, --max-total-tokens bounds each
+        bench_flags=("--cuda-graph-bs-decode", "1", "2", "4", "8", "16", "--mem-fraction-static", "0.85"),
         prefill_flags=("--disable-decode-cuda-graph",),
         spool_bytes=8 << 30,
         in_flight=256,
