@@ -34,6 +34,9 @@ from hsdump.draft.train import train
 from hsdump.errors import StoreError
 
 KINDS = (*variants.STORED[:2], *variants.COMPUTED, "prompts-only", "fp8", "half", "quarter")
+LEARNED = (KINDS[0], "untrained", *KINDS[1:])
+"""Drafters, in the order in which they come."""
+
 DRAFT_TOKENS = 3
 BLIND = "were not looked at"
 """What `hsdump prove` says of auxiliary layers where it cannot capture. A verdict without them says less."""
@@ -53,8 +56,18 @@ def lesson_stage(story: Story) -> None:
         story.postpone("lesson.checks", over)
     except Exception as error:  # the judge's server; drafters do not wait for it
         story.note("lesson.checks", error)
+    learn(story)
+
+
+def learn_stage(story: Story) -> None:
+    """Train and measure drafters alone, beside a process that judges the stores or learns from others of them."""
+    settle_attention(story)
+    learn(story)
+
+
+def learn(story: Story) -> None:
     questions = Questions(story)
-    for kind in (KINDS[0], "untrained", *KINDS[1:]):
+    for kind in [kind for kind in LEARNED if kind in (story.kinds or LEARNED)]:
         if kind == "untrained" and story.figures(f"lesson.{KINDS[0]}") is None:
             story.postpone("lesson.untrained", "it has the shape of the sound one, which is not there yet")
             continue

@@ -3,8 +3,9 @@
     python -m benchmarks.story.run --device cuda --out OUT --work WORK --stages target,serve
     python -m benchmarks.story.run --device cpu --sglang-python .venv-sglang/bin/python --out OUT --work WORK
 
-Stages: target, serve, draft, bench, lesson (README.md beside this file says what each does and how long it takes). What
-is done is remembered under WORK; the same command goes on behind it. A call ends itself before `--seconds` are over.
+Stages: target, serve, draft, bench, lesson, learn (README.md beside this file says what each does and how long it
+takes). What is done is remembered under WORK; the same command goes on behind it. A call ends itself before `--seconds`
+are over.
 Exit codes: 0 all stages are done, 4 the time was over (call again), 1 a step failed.
 """
 
@@ -128,7 +129,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
     parser.add_argument("--scale", choices=sorted(SCALES), help="[default: gpu or cpu, as the device]")
-    parser.add_argument("--stages", default=",".join(STAGES), help="[default: all]")
+    parser.add_argument("--stages", default=",".join(WHOLE), help="[default: all]; learn: the lesson's drafters alone")
+    parser.add_argument("--kinds", default="", help="drafters of the lesson to train, as sound,half [default: all]")
     parser.add_argument("--out", type=Path, required=True, help="results and logs, small")
     parser.add_argument("--work", type=Path, required=True, help="everything else; must stay between calls")
     parser.add_argument("--seconds", type=float, default=570.0, help="this call has ended by then")
@@ -145,6 +147,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     unknown = set(args.stages.split(",")) - set(STAGES)
     if unknown:
         parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
+    args.kinds = tuple(filter(None, args.kinds.split(",")))
+    unknown = set(args.kinds) - set(lesson.LEARNED)
+    if unknown:
+        parser.error(f"no kind {', '.join(sorted(unknown))}; there are {', '.join(lesson.LEARNED)}")
     return args
 
 
@@ -187,6 +193,7 @@ def make_story(args: argparse.Namespace, argv: list[str], begin_s: float) -> Sto
         model_path=args.model,
         beside="" if args.first_port == FIRST_PORT else f"-{args.first_port}",
         wait_s=args.wait,
+        kinds=args.kinds,
         about=about,
     )
 
@@ -243,13 +250,16 @@ STAGES: dict[str, Callable[[Story], None]] = {
     "draft": drafting.draft_stage,
     "bench": bench.bench_stage,
     "lesson": lesson.lesson_stage,
+    "learn": lesson.learn_stage,
 }
+WHOLE = ("target", "serve", "draft", "bench", "lesson")
 BEFORE = {
     "target": (),
     "serve": ("target.train",),
     "draft": ("serve.extract",),
     "bench": ("draft.export",),
     "lesson": ("draft.vocab",),
+    "learn": ("lesson.stores",),
 }
 """Steps that a stage cannot do without."""
 

@@ -124,10 +124,10 @@ SCALES = {
         text_bytes=96 << 20,
         row_tokens=512,
         batch_rows=64,
-        target_s=280,
+        target_s=235,
         adam_lr=1.5e-3,
-        learn=8_000,
-        test=128,
+        learn=6_000,
+        test=96,
         new_tokens=160,
         draft_vocab=8192,
         train=(
@@ -149,17 +149,17 @@ SCALES = {
         bench_new_tokens=128,
         lesson_samples=1000,
         lesson_prompts=8,
-        lesson_new_tokens=48,
+        lesson_new_tokens=32,
         lesson=TrainOptions(
             ttt_steps=3, tokens=8192, epochs=400, max_steps=200, lr=1e-3, held_out=0.08, validate_every=200, workers=6
         ),
         prove_samples=64,
+        # Up to six servers and a training share one GPU: what the others hold counts as used, the tokens bound each.
         server_flags=(
-            *("--moe-runner-backend", "triton", "--mem-fraction-static", "0.5", "--max-total-tokens", "200000"),
+            *("--moe-runner-backend", "triton", "--mem-fraction-static", "0.85", "--max-total-tokens", "200000"),
         ),
         generate_flags=("--cuda-graph-bs-decode", "1", "4", "16", "64", "128", "256"),
-        # six servers beside each other: what the others hold counts as used, --max-total-tokens bounds each
-        bench_flags=("--cuda-graph-bs-decode", "1", "2", "4", "8", "16", "--mem-fraction-static", "0.85"),
+        bench_flags=("--cuda-graph-bs-decode", "1", "2", "4", "8", "16"),
         prefill_flags=("--disable-decode-cuda-graph",),
         spool_bytes=8 << 30,
         in_flight=256,

@@ -80,6 +80,9 @@ class Story:
     wait_s: float = 0.0
     """How long a stage waits for what another process makes below `work`."""
 
+    kinds: tuple[str, ...] = ()
+    """Drafters of the lesson that this process trains; empty: all."""
+
     about: dict[str, Any] = field(default_factory=dict)
     """Machine, versions, command."""
 
