@@ -46,8 +46,17 @@ STORES_S, DRAFTER_S, CHECK_S = 130.0, 60.0, 15.0
 
 
 def lesson_stage(story: Story) -> None:
+    """Do all of it in this process."""
+    stores_stage(story)
+    judge_stage(story)
+    learn_stage(story)
+
+
+def stores_stage(story: Story) -> None:
     story.step("lesson.stores", STORES_S, lambda: stores(story))
-    settle_attention(story)
+
+
+def judge_stage(story: Story) -> None:
     try:
         check_all(story)
     except Stopped:
@@ -56,16 +65,11 @@ def lesson_stage(story: Story) -> None:
         story.postpone("lesson.checks", over)
     except Exception as error:  # the judge's server; drafters do not wait for it
         story.note("lesson.checks", error)
-    learn(story)
 
 
 def learn_stage(story: Story) -> None:
-    """Train and measure drafters alone, beside a process that judges the stores or learns from others of them."""
+    """Train and measure drafters: all, or those that this process is asked for."""
     settle_attention(story)
-    learn(story)
-
-
-def learn(story: Story) -> None:
     questions = Questions(story)
     for kind in [kind for kind in LEARNED if kind in (story.kinds or LEARNED)]:
         if kind == "untrained" and story.figures(f"lesson.{KINDS[0]}") is None:

@@ -54,7 +54,7 @@ def report(story: dict[str, Any]) -> str:
         "",
         *(f"    {said}" for said in story["commands"]),
     ]
-    for part in (target, serving, drafting, bench, evaluated, lesson, times):
+    for part in (target, serving, drafting, bench, rounding, evaluated, lesson, times):
         lines += part(steps)
     lines += [f"\nNote: {note}" for note in story.get("notes", [])]
     if story.get("errors"):
@@ -82,7 +82,10 @@ def serving(steps: Steps) -> list[str]:
     rows: list[list[Any]] = []
     for name, fields in (
         ("serve.generate", ("answers", "answer_tokens", "answer_tokens_per_s", "seconds")),
-        ("serve.rates", ("plain_tokens_per_s", "capture_on_ratio", "drained_ratio", "store_ratio")),
+        (
+            "serve.rates",
+            ("plain_tokens_per_s", "capture_on_ratio", "drained_ratio", "store_tokens_per_s", "store_ratio"),
+        ),
         (
             "serve.extract",
             ("committed", "tokens", "tokens_per_s", "gb_per_s", "seconds", "retries"),
@@ -137,6 +140,29 @@ def bench(steps: Steps) -> list[str]:
             f"{found['plain_against_itself_at_16']} of {found['requests']}."
         )
     return lines
+
+
+def rounding(steps: Steps) -> list[str]:
+    """Show how many outputs agree on servers that round less."""
+    rows = []
+    for name, found in steps.items():
+        if name.startswith("rounding."):
+            margins = ", ".join(str(one["margin"]) for one in found["parted"])
+            rows.append([name.partition(".")[2], found["identical"], found["requests"]])
+            rows[-1] += [found["differing_at_a_near_tie"], found["differing_otherwise"], margins]
+            rows[-1] += [found["plain_against_itself_at_16"]]
+    if not rows:
+        return []
+    head = [
+        "server",
+        "identical",
+        "of",
+        "others, at a near tie",
+        "otherwise",
+        "margins",
+        "plain at 16 in flight as at 1",
+    ]
+    return ["", "## The same outputs, where servers round less", *table(head, rows)]
 
 
 def evaluated(steps: Steps) -> list[str]:

@@ -3,7 +3,7 @@
     python -m benchmarks.story.run --device cuda --out OUT --work WORK --stages target,serve
     python -m benchmarks.story.run --device cpu --sglang-python .venv-sglang/bin/python --out OUT --work WORK
 
-Stages: target, serve, draft, bench, lesson, learn (README.md beside this file says what each does and how long it
+Stages: target, serve, draft, bench, rounding, lesson (README.md beside this file says what each does and how long it
 takes). What is done is remembered under WORK; the same command goes on behind it. A call ends itself before `--seconds`
 are over.
 Exit codes: 0 all stages are done, 4 the time was over (call again), 1 a step failed.
@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.gpu.capture import machine, versions
 from benchmarks.serving.servers import Target, end_left_over
-from benchmarks.story import bench, drafting, lesson, serving, text
+from benchmarks.story import bench, drafting, lesson, rounding, serving, text
 from benchmarks.story import target as training
 from benchmarks.story.scale import SCALES
 from benchmarks.story.state import CLEANING, OutOfTime, Stopped, Story, write
@@ -129,7 +129,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
     parser.add_argument("--scale", choices=sorted(SCALES), help="[default: gpu or cpu, as the device]")
-    parser.add_argument("--stages", default=",".join(WHOLE), help="[default: all]; learn: the lesson's drafters alone")
+    parser.add_argument(
+        "--stages", default=",".join(WHOLE), help="[default: all]; the lesson's own: stores,judge,learn"
+    )
     parser.add_argument("--kinds", default="", help="drafters of the lesson to train, as sound,half [default: all]")
     parser.add_argument("--out", type=Path, required=True, help="results and logs, small")
     parser.add_argument("--work", type=Path, required=True, help="everything else; must stay between calls")
@@ -249,16 +251,24 @@ STAGES: dict[str, Callable[[Story], None]] = {
     "serve": serving.serve_stage,
     "draft": drafting.draft_stage,
     "bench": bench.bench_stage,
+    "rounding": rounding.rounding_stage,
     "lesson": lesson.lesson_stage,
+    "stores": lesson.stores_stage,
+    "judge": lesson.judge_stage,
     "learn": lesson.learn_stage,
 }
-WHOLE = ("target", "serve", "draft", "bench", "lesson")
+WHOLE = ("target", "serve", "draft", "bench", "rounding", "lesson")
+"""The last three are what the lesson consists of, for several processes side by side."""
+
 BEFORE = {
     "target": (),
     "serve": ("target.train",),
     "draft": ("serve.extract",),
     "bench": ("draft.export",),
+    "rounding": ("draft.export",),
     "lesson": ("draft.vocab",),
+    "stores": ("draft.vocab",),
+    "judge": ("lesson.stores",),
     "learn": ("lesson.stores",),
 }
 """Steps that a stage cannot do without."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -70,6 +71,9 @@ class Scale:
 
     prefill_flags: tuple[str, ...] = ()
     """and for those that are asked for no token."""
+
+    rounding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Ways to round less, and SGLang's options for them."""
 
     spool_bytes: int = 1 << 30
     in_flight: int
@@ -161,6 +165,11 @@ SCALES = {
         generate_flags=("--cuda-graph-bs-decode", "1", "4", "16", "64", "128", "256"),
         bench_flags=("--cuda-graph-bs-decode", "1", "2", "4", "8", "16"),
         prefill_flags=("--disable-decode-cuda-graph",),
+        rounding={
+            "deterministic": ("--enable-deterministic-inference",),
+            "deterministic-fp32-head": ("--enable-deterministic-inference", "--enable-fp32-lm-head"),
+            "float32": ("--dtype", "float32"),
+        },
         spool_bytes=8 << 30,
         in_flight=256,
     ),
@@ -204,6 +213,7 @@ SCALES = {
         heads=("--heads", "3", "--kv-heads", "3", "--head-dim", "64"),
         bench_new_tokens=48,
         bench_flags=DRAFTS_ON_CPU,
+        rounding={"float32": ("--dtype", "float32")},
         steps=(3, 1),
         lesson_samples=120,
         lesson_prompts=4,

@@ -31,8 +31,12 @@ request takes HTTP, so answers are joined."""
 OTHER_TOKENS = "are other tokens than the served tokenizer makes"
 """What `hsdump prove` says of it."""
 
-READINGS, STORE_READINGS = 5, 3
+READINGS, STORE_READINGS = 5, 2
 """Their medians count: a small model is bound by the processor, and a reading varies by 15 %."""
+
+STORE_TIMES = 3
+"""As many tokens for a reading of the store, whose last sync is a second whatever was written before."""
+
 RATE_IN_FLIGHT = 64
 
 
@@ -98,13 +102,15 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
     flight = min(story.scale.in_flight, RATE_IN_FLIGHT)
     for one in (plain, url):  # kernels are compiled for lengths not seen before
         ordinary(one, some[: max(4, len(some) // 8)], at_once=flight)
-    found: dict[str, list[float]] = {"plain": [], "capture_on": [], "drained": [], "store": []}
+    found: dict[str, list[float]] = {"plain": [], "capture_on": [], "drained": [], "plain_long": [], "store": []}
     for _ in range(READINGS):
         found["plain"].append(ordinary(plain, some, at_once=flight).tokens_per_s)
         found["capture_on"].append(ordinary(url, some, at_once=flight).tokens_per_s)
         found["drained"].append(captured(url, some, at_once=flight).tokens_per_s)
-    rows = write_rows(story.work / "rates.jsonl", some)
+    long = some + [row for number in range(STORE_TIMES - 1) for row in again(samples, number, some)]
+    rows = write_rows(story.work / "rates.jsonl", long)
     for _ in range(STORE_READINGS):
+        found["plain_long"].append(ordinary(plain, long, at_once=flight).tokens_per_s)
         found["store"].append(stored_rate(story, url, rows, flight))
     middle = {name: round(median(values), 1) for name, values in found.items()}
     return {
@@ -115,8 +121,16 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
         **{f"{name}_tokens_per_s": value for name, value in middle.items()},
         "capture_on_ratio": round(middle["capture_on"] / middle["plain"], 4),
         "drained_ratio": round(middle["drained"] / middle["plain"], 4),
-        "store_ratio": round(middle["store"] / middle["plain"], 4),
+        "store_tokens": int(sum(map(len, long))),
+        "store_ratio": round(middle["store"] / middle["plain_long"], 4),
     }
+
+
+def again(samples: Samples, number: int, like: Samples) -> Samples:
+    """Join samples anew, in another order: as many rows, no one of which begins as another does."""
+    samples = list(samples)
+    random.Random(5 + number).shuffle(samples)
+    return joined(samples, len(like[0]), sum(map(len, like)))
 
 
 def stored_rate(story: Story, url: str, rows: Path, flight: int) -> float:

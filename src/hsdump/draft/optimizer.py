@@ -30,7 +30,10 @@ class Optimizer:
         inside = [(name, weight) for name, weight in named if kind == "muon" and _is_inside(name, weight)]
         names = {name for name, _ in inside}
         rest = [(name, weight) for name, weight in named if name not in names]
-        adam = torch.optim.AdamW([weight for _, weight in rest], lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+        self._fused = all(weight.is_cuda for _, weight in rest)  # one pass over the weights instead of a dozen
+        adam = torch.optim.AdamW(
+            [weight for _, weight in rest], lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=self._fused
+        )
         self._parts: list[tuple[Any, list[tuple[str, Any]], tuple[str, ...]]] = [(adam, rest, ADAM)]
         if inside:
             matrices = [weight for _, weight in inside]
@@ -61,7 +64,10 @@ class Optimizer:
                 kept = {moment: torch.zeros_like(weight) for moment in kinds}
                 for moment in kinds:
                     put(kept[moment], moments[f"{name}.{moment}"])
-                part.state[weight] = kept if kinds is MUON else {"step": torch.tensor(float(step)), **kept}
+                place = weight.device if self._fused else "cpu"  # where torch looks for it
+                part.state[weight] = (
+                    kept if kinds is MUON else {"step": torch.tensor(float(step), device=place), **kept}
+                )
 
 
 def _is_inside(name: str, weight: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """The loss of a batch over all steps of the training-time test, as one module: what DDP and FSDP wrap.
 
-Letters: T = tokens, M = rows that are learned from, H = hidden size, K = draft vocabulary.
+Letters: S = steps, T = tokens, M = rows that are learned from, H = hidden size, K = draft vocabulary.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hsdump.draft.attention import ByDocument, Causal, Flex
 from hsdump.draft.data import Batch
-from hsdump.draft.loss import LOSSES, step_mask
+from hsdump.draft.head_loss import head_loss, rows_of_steps
+from hsdump.draft.loss import EPS, LOSSES, step_mask
 from hsdump.draft.model import Drafter, Inputs
 
 
@@ -36,32 +36,16 @@ class Unrolled(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
             counts: [steps] rows that each step's mean is over (all ranks' mean, under DDP).
 
         Returns:
-            A scalar, and float32 [steps, 2] without gradient. A guess is right here when it is the target's first
-            choice within the draft vocabulary.
+            A scalar, and float32 [steps, 2] without gradient, as `head_loss` does.
         """
         # Only rows that are learned from meet the head: prompts are half of many stores, and logits cost the most.
-        rows_M, documents_T = torch.nonzero(batch.mask)[:, 0], batch.inputs.document_ids
+        rows_M, rows = rows_of_steps(batch.mask, batch.inputs.document_ids, self.steps)
         with torch.no_grad():
             target_MK = batch.final[rows_M].to(self.head.dtype) @ self.head.T
-        total = torch.zeros((), device=target_MK.device)
-        sums = []
-        for step, normed_TH in enumerate(self.drafter.unroll(batch.inputs, self.steps, causal)):
-            from_M = rows_M - step  # where the draft began whose guess at this step is the row's
-            inside = (from_M >= 0) & (documents_T[from_M.clamp_min(0)] == documents_T[rows_M])
-            args = (normed_TH[from_M[inside]], target_MK if step == 0 else target_MK[inside])
-            if normed_TH.is_cuda and torch.is_grad_enabled():
-                # The logits are the largest tensors by far; computing them twice keeps one step's at a time.
-                lost, right = checkpoint(self._step, *args, use_reentrant=False)
-            else:
-                lost, right = self._step(*args)
-            total = total + self.decay**step * lost / (counts[step] + 1e-5)
-            sums.append(torch.stack([lost.detach(), right]))
-        return total, torch.stack(sums)
-
-    def _step(self, normed_MH: Tensor, target_MK: Tensor) -> tuple[Tensor, Tensor]:
-        logits_MK = self.drafter.lm_head(normed_MH)
-        right = (logits_MK.argmax(-1) == target_MK.argmax(-1)).sum().float()
-        return self.loss(logits_MK, target_MK).sum(), right.detach()
+        normed_STH = list(self.drafter.unroll(batch.inputs, self.steps, causal))
+        decays_S = self.decay ** torch.arange(self.steps, device=counts.device)
+        scales_S = decays_S / (counts + EPS)
+        return head_loss(self.loss, rows, scales_S, target_MK, self.drafter.lm_head.weight, normed_STH)
 
 
 def make_causal(inputs: Inputs, kind: str) -> Causal:
