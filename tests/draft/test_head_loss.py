@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hsdump.draft import head_loss as made
-from hsdump.draft.head_loss import head_loss, rows_of_steps
+from hsdump.draft.head_loss import Asked, head_loss, rows_of_steps
 from hsdump.draft.loss import LOSSES, Loss, shift, step_mask
 
 T, H, K, STEPS = 23, 8, 12, 4
@@ -30,7 +30,8 @@ class Case:
 
     def in_pieces(self, loss: Loss) -> tuple[Tensor, Tensor]:
         rows_M, rows = rows_of_steps(self.mask, self.documents, STEPS)
-        return head_loss(loss, rows, self.scales, self.target[rows_M], self.head, self.normed)
+        asked = Asked(loss=loss, rows=rows, scales_S=self.scales, target_MK=self.target[rows_M])
+        return head_loss(asked, self.head, self.normed)
 
     def by_autograd(self, loss: Loss) -> tuple[Tensor, Tensor]:
         """Give the same by the masks that counts are made with: every row computed, some of them summed."""
@@ -89,7 +90,8 @@ def test_a_step_without_rows_costs_nothing_and_breaks_nothing() -> None:
     assert [one.begins.tolist() for one in rows] == [[0, 2], [1], []]
     assert [one.about.tolist() for one in rows] == [[0, 1], [1], []]
     head, normed = torch.randn(K, H, requires_grad=True), [torch.randn(3, H) for _ in range(3)]
-    total, sums = head_loss(LOSSES["kl"], rows, torch.ones(3), torch.randn(2, K), head, normed)
+    asked = Asked(loss=LOSSES["kl"], rows=rows, scales_S=torch.ones(3), target_MK=torch.randn(2, K))
+    total, sums = head_loss(asked, head, normed)
     total.backward()
     assert sums[2].tolist() == [0, 0]
     assert torch.isfinite(head.grad).all()

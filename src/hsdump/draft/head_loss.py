@@ -56,19 +56,25 @@ def rows_of_steps(mask_T: Tensor, documents_T: Tensor, steps: int) -> tuple[Tens
     return rows_M, found
 
 
-def head_loss(
-    loss: Loss,
-    rows: Sequence[Rows],
-    scales_S: Tensor,
-    target_MK: Tensor,
-    weight_KH: Tensor,
-    normed_STH: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Asked:
+    """What is summed up over all steps."""
+
+    loss: Loss
+    rows: Sequence[Rows]
+    """[S]"""
+
+    scales_S: Tensor
+    """What each step's sum is multiplied by."""
+
+    target_MK: Tensor
+    """The target's logits."""
+
+
+def head_loss(asked: Asked, weight_KH: Tensor, normed_STH: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Sum all steps' losses.
 
     Args:
-        scales_S: what each step's sum is multiplied by.
-        target_MK: the target's logits.
         weight_KH: the drafter's head.
         normed_STH: of each step, what the head reads.
 
@@ -76,47 +82,38 @@ def head_loss(
         A scalar, and float32 [S, 2] without gradient: each step's loss without its scale, and its right guesses. A
         guess is right here when it is the target's first choice within the draft vocabulary.
     """
-    total, sums = _HeadLoss.apply(torch.is_grad_enabled(), loss, rows, scales_S, target_MK, weight_KH, *normed_STH)
+    total, sums = _HeadLoss.apply(asked, torch.is_grad_enabled(), weight_KH, *normed_STH)
     return total, sums
 
 
 class _HeadLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
     @staticmethod
-    def forward(
-        ctx: Any,
-        learns: bool,
-        loss: Loss,
-        rows: Sequence[Rows],
-        scales_S: Tensor,
-        target_MK: Tensor,
-        weight_KH: Tensor,
-        *normed_STH: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, asked: Asked, learns: bool, weight_KH: Tensor, *normed_STH: Tensor) -> tuple[Tensor, Tensor]:
         on = weight_KH.device.type
         head_KH = weight_KH.to(torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else weight_KH.dtype)
         made = [torch.zeros_like(one) for one in (weight_KH, *normed_STH)] if learns else []
-        sums = torch.zeros(len(rows), 2, device=weight_KH.device)
-        first_choice_M = target_MK.argmax(-1)
-        for step, (normed_TH, chosen) in enumerate(zip(normed_STH, rows, strict=True)):
-            for begins, about in chosen.pieces(max(PIECE_BYTES // (4 * len(weight_KH)), 1)):
-                read_MH = normed_TH[begins].to(head_KH.dtype)
+        sums = torch.zeros(len(asked.rows), 2, device=weight_KH.device)
+        first_choice_M = asked.target_MK.argmax(-1)
+        for step, (normed_TH, rows) in enumerate(zip(normed_STH, asked.rows, strict=True)):
+            for begins, about in rows.pieces(max(PIECE_BYTES // (4 * len(weight_KH)), 1)):
+                read_MH, target_MK = normed_TH[begins].to(head_KH.dtype), asked.target_MK[about]
                 logits_MK = read_MH @ head_KH.T
                 sums[step, 1] += (logits_MK.argmax(-1) == first_choice_M[about]).sum()
                 if not learns:
-                    sums[step, 0] += loss(logits_MK, target_MK[about]).sum()
+                    sums[step, 0] += asked.loss(logits_MK, target_MK).sum()
                     continue
-                lost, gradient_MK = _with_gradient(loss, logits_MK, target_MK[about], scales_S[step])
+                lost, gradient_MK = _with_gradient(asked.loss, logits_MK, target_MK, asked.scales_S[step])
                 sums[step, 0] += lost
                 made[0] += gradient_MK.T @ read_MH
                 made[1 + step][begins] = (gradient_MK @ head_KH).to(normed_TH.dtype)
         ctx.save_for_backward(*made)
         ctx.mark_non_differentiable(sums)
-        return (scales_S * sums[:, 0]).sum(), sums
+        return (asked.scales_S * sums[:, 0]).sum(), sums
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
         made = [gradient.to(one.dtype) * one for one in ctx.saved_tensors]
-        return (None, None, None, None, None, *made)
+        return (None, None, *made)
 
 
 def _with_gradient(loss: Loss, logits_MK: Tensor, target_MK: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

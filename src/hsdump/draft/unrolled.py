@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hsdump.draft.attention import ByDocument, Causal, Flex
 from hsdump.draft.data import Batch
-from hsdump.draft.head_loss import head_loss, rows_of_steps
+from hsdump.draft.head_loss import Asked, head_loss, rows_of_steps
 from hsdump.draft.loss import EPS, LOSSES, step_mask
 from hsdump.draft.model import Drafter, Inputs
 
@@ -44,8 +44,8 @@ class Unrolled(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
             target_MK = batch.final[rows_M].to(self.head.dtype) @ self.head.T
         normed_STH = list(self.drafter.unroll(batch.inputs, self.steps, causal))
         decays_S = self.decay ** torch.arange(self.steps, device=counts.device)
-        scales_S = decays_S / (counts + EPS)
-        return head_loss(self.loss, rows, scales_S, target_MK, self.drafter.lm_head.weight, normed_STH)
+        asked = Asked(loss=self.loss, rows=rows, scales_S=decays_S / (counts + EPS), target_MK=target_MK)
+        return head_loss(asked, self.drafter.lm_head.weight, normed_STH)
 
 
 def make_causal(inputs: Inputs, kind: str) -> Causal:
