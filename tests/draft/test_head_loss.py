@@ -30,7 +30,7 @@ class Case:
 
     def in_pieces(self, loss: Loss) -> tuple[Tensor, Tensor]:
         rows_M, rows = rows_of_steps(self.mask, self.documents, STEPS)
-        asked = Asked(loss=loss, rows=rows, scales_S=self.scales, target_MK=self.target[rows_M])
+        asked = Asked(loss=loss, rows=rows, scales=self.scales, target=self.target[rows_M])
         return head_loss(asked, self.head, self.normed)
 
     def by_autograd(self, loss: Loss) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def test_a_step_without_rows_costs_nothing_and_breaks_nothing() -> None:
     assert [one.begins.tolist() for one in rows] == [[0, 2], [1], []]
     assert [one.about.tolist() for one in rows] == [[0, 1], [1], []]
     head, normed = torch.randn(K, H, requires_grad=True), [torch.randn(3, H) for _ in range(3)]
-    asked = Asked(loss=LOSSES["kl"], rows=rows, scales_S=torch.ones(3), target_MK=torch.randn(2, K))
+    asked = Asked(loss=LOSSES["kl"], rows=rows, scales=torch.ones(3), target=torch.randn(2, K))
     total, sums = head_loss(asked, head, normed)
     total.backward()
     assert sums[2].tolist() == [0, 0]

@@ -64,11 +64,11 @@ class Asked:
     rows: Sequence[Rows]
     """[S]"""
 
-    scales_S: Tensor
-    """What each step's sum is multiplied by."""
+    scales: Tensor
+    """[S] what each step's sum is multiplied by."""
 
-    target_MK: Tensor
-    """The target's logits."""
+    target: Tensor
+    """[M, K] the target's logits."""
 
 
 def head_loss(asked: Asked, weight_KH: Tensor, normed_STH: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -93,22 +93,22 @@ class _HeadLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         head_KH = weight_KH.to(torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else weight_KH.dtype)
         made = [torch.zeros_like(one) for one in (weight_KH, *normed_STH)] if learns else []
         sums = torch.zeros(len(asked.rows), 2, device=weight_KH.device)
-        first_choice_M = asked.target_MK.argmax(-1)
+        first_choice_M = asked.target.argmax(-1)
         for step, (normed_TH, rows) in enumerate(zip(normed_STH, asked.rows, strict=True)):
             for begins, about in rows.pieces(max(PIECE_BYTES // (4 * len(weight_KH)), 1)):
-                read_MH, target_MK = normed_TH[begins].to(head_KH.dtype), asked.target_MK[about]
+                read_MH, target_MK = normed_TH[begins].to(head_KH.dtype), asked.target[about]
                 logits_MK = read_MH @ head_KH.T
                 sums[step, 1] += (logits_MK.argmax(-1) == first_choice_M[about]).sum()
                 if not learns:
                     sums[step, 0] += asked.loss(logits_MK, target_MK).sum()
                     continue
-                lost, gradient_MK = _with_gradient(asked.loss, logits_MK, target_MK, asked.scales_S[step])
+                lost, gradient_MK = _with_gradient(asked.loss, logits_MK, target_MK, asked.scales[step])
                 sums[step, 0] += lost
                 made[0] += gradient_MK.T @ read_MH
                 made[1 + step][begins] = (gradient_MK @ head_KH).to(normed_TH.dtype)
         ctx.save_for_backward(*made)
         ctx.mark_non_differentiable(sums)
-        return (asked.scales_S * sums[:, 0]).sum(), sums
+        return (asked.scales * sums[:, 0]).sum(), sums
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:

@@ -44,7 +44,7 @@ class Unrolled(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
             target_MK = batch.final[rows_M].to(self.head.dtype) @ self.head.T
         normed_STH = list(self.drafter.unroll(batch.inputs, self.steps, causal))
         decays_S = self.decay ** torch.arange(self.steps, device=counts.device)
-        asked = Asked(loss=self.loss, rows=rows, scales_S=decays_S / (counts + EPS), target_MK=target_MK)
+        asked = Asked(loss=self.loss, rows=rows, scales=decays_S / (counts + EPS), target=target_MK)
         return head_loss(asked, self.drafter.lm_head.weight, normed_STH)
 
 
