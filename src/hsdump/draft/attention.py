@@ -135,11 +135,11 @@ def ttt_attention(q_QTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor
     if len(keys) == 1:
         return out_QTD
     heads, total, width = q_QTD.shape
-    grouped = q_QTD.view(keys[0].shape[0], -1, total, width)
-    own = [((grouped * key[:, None]).sum(-1).float() * width**-0.5).view(heads, total) for key in keys[1:]]
+    grouped_NGTD = q_QTD.view(keys[0].shape[0], -1, total, width)
+    own = [((grouped_NGTD * key[:, None]).sum(-1).float() * width**-0.5).view(heads, total) for key in keys[1:]]
     weights = torch.softmax(torch.stack([sums_QT.float(), *own]), dim=0).to(out_QTD.dtype)
-    joined = weights[0, ..., None] * out_QTD
+    weights = weights.view(len(keys), *grouped_NGTD.shape[:3], 1)
+    joined = weights[0] * out_QTD.view(grouped_NGTD.shape)
     for weight, value in zip(weights[1:], values[1:], strict=True):
-        spread = value[:, None].expand(-1, heads // value.shape[0], -1, -1).reshape(heads, total, width)
-        joined = joined + weight[..., None] * spread
-    return joined
+        joined = torch.addcmul(joined, weight, value[:, None])  # one pass, and no value copied for each of its heads
+    return joined.view(heads, total, width)

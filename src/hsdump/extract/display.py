@@ -149,10 +149,10 @@ def _eta(state: RunState) -> str:
     left = state.to_do
     if left is None:
         return "ETA unknown: still reading the input"
-    done = state.committed + state.in_flight
     if not state.captured:
         return f"{left} to go"
-    return f"{left} to go, ETA {timedelta(seconds=round(left * state.seconds / max(done, 1)))}"
+    to_capture = left - (state.captured - state.committed)  # commits come in strides and say little of the pace
+    return f"{left} to go, ETA {timedelta(seconds=round(max(to_capture, 0) * state.seconds / state.captured))}"
 
 
 def _reasons(state: RunState) -> str:
