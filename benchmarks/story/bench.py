@@ -25,7 +25,7 @@ LONG_S, SHORT_S, LOSSLESS_S = 130.0, 60.0, 50.0
 """What the first draft length takes, at all concurrencies; another one; the comparison of outputs."""
 
 NEAR_TIE = 0.25
-"""Two steps of bfloat16 between 16 and 32, where the largest logits lie: closer ones are decided by rounding."""
+"""Four steps of bfloat16 between 8 and 16, where the largest logits lie: closer ones are decided by rounding."""
 
 Tokens = list[int]
 
@@ -126,10 +126,14 @@ async def answers(
         return list(await asyncio.gather(*map(one, prompts)))
 
 
-def lossless(url: str, plain: str, prompts: Sequence[Tokens], new_tokens: int, at_once: int = 1) -> dict[str, Any]:
-    """Compare greedy outputs token by token; where two part, the plain server's best logits say how near."""
+def lossless(
+    url: str, plain: str, prompts: Sequence[Tokens], new_tokens: int, near_tie: float = NEAR_TIE
+) -> dict[str, Any]:
+    """Compare greedy outputs token by token, one request at a time; where two part, the plain server's best logits
+    say how near: by at most `near_tie` it is a near tie.
+    """
     ours, theirs = (
-        [list(reply["output_ids"]) for reply in asyncio.run(answers(one, prompts, new_tokens, at_once))]
+        [list(reply["output_ids"]) for reply in asyncio.run(answers(one, prompts, new_tokens, 1))]
         for one in (url, plain)
     )
     again = [list(reply["output_ids"]) for reply in asyncio.run(answers(plain, prompts, new_tokens, 16))]
@@ -138,10 +142,11 @@ def lossless(url: str, plain: str, prompts: Sequence[Tokens], new_tokens: int, a
         if one != other:
             place = first_difference(one, other)
             parted.append({"prompt": number, "place": place, **two_best(plain, [*prompts[number], *other[:place]])})
-    near = [one for one in parted if one["margin"] is not None and one["margin"] <= NEAR_TIE]
+    near = [one for one in parted if one["margin"] is not None and one["margin"] <= near_tie]
     equal = len(prompts) - len(parted)
     return {
         "requests": len(prompts),
+        "near_tie": near_tie,
         "identical": equal,
         "identical_share": round(equal / len(prompts), 4),
         "differing_at_a_near_tie": len(near),

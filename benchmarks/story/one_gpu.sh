@@ -1,55 +1,71 @@
 #!/usr/bin/env bash
-# The story on one GPU, and its lesson in three processes beside the training of the drafter and after the bench: what is
-# timed has the GPU for itself. The same command goes on until all is done.
+# The story on one GPU, and its lesson in three processes beside the training of the drafter and behind the bench: what is
+# timed has the GPU for itself. The same command goes on, until its exit code is another one than 4.
 #
 #   benchmarks/story/one_gpu.sh OUT WORK SECONDS [STAGES]
 #
-# STAGES: of the story proper, behind the drafter [default: bench,rounding]. STORY_OPTIONS: of benchmarks.story.run
-# [default: --device cuda]. Exit code: of the story, else of the lesson's process that failed last.
+# STAGES: of the story, behind the drafter [default: bench,rounding]. STORY_OPTIONS: of benchmarks.story.run [default:
+# --device cuda]. Exit codes as benchmarks.story.run: 0 all is done, 4 call again, 1 a step failed. All figures: OUT/story.
 set -u
 out=$1 work=$2 end=$((SECONDS + $3)) stages=${4:-bench,rounding}
 read -ra options <<<"${STORY_OPTIONS:---device cuda}"
 mkdir -p "$out" "$work"
-beside=()
+beside=() codes=()
 
-story() { # NAME STAGES [OPTIONS...]: until the end
-  local name=$1
-  python3 -m benchmarks.story.run "${options[@]}" --work "$work" --out "$out/$name" --seconds $((end - SECONDS)) \
-    --stages "$2" "${@:3}" >>"$out/$name.log" 2>&1
+left() { echo $((end - SECONDS)); }
+is_done() { [ -e "$work/done/$1.json" ]; }
+
+call() { # NAME STAGES [OPTIONS...]
+  python3 -m benchmarks.story.run "${options[@]}" --work "$work" --out "$out/$1" --seconds "$(left)" \
+    --stages "$2" "${@:3}" >>"$out/$1.log" 2>&1
 }
 
-start() { # NAME PORT STAGES [OPTIONS...]: beside whatever else is done
-  python3 -m benchmarks.story.run "${options[@]}" --work "$work" --out "$out/$1" --seconds $((end - SECONDS)) \
-    --wait $((end - SECONDS)) --first-port "$2" --stages "$3" "${@:4}" >>"$out/$1.log" 2>&1 &
-  beside+=($!)
+story() { # STAGES
+  call story "$1"
+  codes+=($?)
 }
 
 lesson() { # drafters first: what they are held against is the lesson
-  start judge 10000 stores,judge
-  start learn 12000 learn --kinds sound,untrained,layers-shifted,pre-norm-final,half
-  start more 14000 learn --kinds rows-shifted,transformers,prompts-only,fp8,quarter
+  call judge stores,judge --wait "$(left)" --first-port 10000 &
+  beside+=($!)
+  call learn learn --wait "$(left)" --first-port 12000 --kinds sound,untrained,layers-shifted,pre-norm-final,half &
+  beside+=($!)
+  call more learn --wait "$(left)" --first-port 14000 --kinds rows-shifted,transformers,prompts-only,fp8,quarter &
+  beside+=($!)
 }
 
-code=0
 gather() { # wait for the lesson's processes
   local one
-  for one in "${beside[@]}"; do wait "$one" || code=$?; done
+  for one in ${beside[@]+"${beside[@]}"}; do
+    wait "$one"
+    codes+=($?)
+  done
   beside=()
 }
 
-[ -e "$work/done/draft.export.json" ] || lesson
-story story target,serve,draft
-first=$?
-if [ $first -eq 0 ] && [ $((end - SECONDS)) -gt 240 ]; then
-  [ ${#beside[@]} -eq 0 ] || kill -TERM "${beside[@]}" # what is cut goes on
+interrupt() { # a step of the lesson that is cut begins anew, and that it was cut is no failure
+  local one kept=("${codes[@]}")
+  for one in ${beside[@]+"${beside[@]}"}; do pkill -TERM -P "$one"; done
   gather
-  code=0
-  story story "$stages"
-  first=$?
+  codes=("${kept[@]}")
+}
+
+story target,serve
+if is_done serve.extract && ! is_done draft.export; then
   lesson
+  story draft
 fi
+if is_done draft.export && [ "$(left)" -gt 240 ]; then
+  interrupt
+  story "$stages"
+fi
+if is_done draft.vocab && [ ${#beside[@]} -eq 0 ]; then lesson; fi
 gather
+story "target,serve,draft,$stages" # what is left of all, and every figure in OUT/story
 tail -n 12 "$out"/*.log
-echo "story: $first, lesson: $code"
-[ $first -eq 0 ] && exit $code
-exit $first
+code=0
+for one in "${codes[@]}"; do
+  [ "$one" -eq 0 ] || [ $code -eq 1 ] || code=$one
+done
+echo "exit codes: ${codes[*]}"
+exit $code

@@ -257,8 +257,10 @@ STAGES: dict[str, Callable[[Story], None]] = {
     "judge": lesson.judge_stage,
     "learn": lesson.learn_stage,
 }
-WHOLE = ("target", "serve", "draft", "bench", "rounding", "lesson")
 """The last three are what the lesson consists of, for several processes side by side."""
+
+WHOLE = ("target", "serve", "draft", "bench", "rounding", "lesson")
+"""What a call does that asks for no stages."""
 
 BEFORE = {
     "target": (),

@@ -14,6 +14,18 @@ YARN = {"type": "yarn", "rope_type": "yarn", "factor": 1.0, "beta_fast": 32, "be
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """Servers that round less."""
+
+    flags: tuple[str, ...]
+    """SGLang's options."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    near_tie: float
+    """Logits that are this close may change places."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scale:
     """One size of the story."""
 
@@ -72,8 +84,8 @@ class Scale:
     prefill_flags: tuple[str, ...] = ()
     """and for those that are asked for no token."""
 
-    rounding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Ways to round less, and SGLang's options for them."""
+    rounding: Mapping[str, Rounding] = field(default_factory=dict)
+    """Ways to round less."""
 
     spool_bytes: int = 1 << 30
     in_flight: int
@@ -97,6 +109,14 @@ def _mla(**changes: Any) -> dict[str, Any]:
 
 DRAFTS_ON_CPU = ("--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx")
 """The backend that has a form for drafts there; by itself SGLang takes it with AMX only."""
+
+FLOAT32_TIE = 1e-3
+"""Some hundred steps of float32 where logits lie: sums of 24 layers in another order differ by tens of them."""
+
+TRITON = ("--attention-backend", "triton")
+"""Takes float32 as well; its products of float32 are TF32 unless TRITON_F32_DEFAULT says otherwise."""
+
+DETERMINISTIC = (*TRITON, "--enable-deterministic-inference")
 
 SCALES = {
     # 24 thin layers: decoding one token takes long enough then that a drafter's own time is small beside it. The
@@ -165,10 +185,13 @@ SCALES = {
         generate_flags=("--cuda-graph-bs-decode", "1", "4", "16", "64", "128", "256"),
         bench_flags=("--cuda-graph-bs-decode", "1", "2", "4", "8", "16"),
         prefill_flags=("--disable-decode-cuda-graph",),
+        # A head in float32 alone does not round logits any more; its input does.
         rounding={
-            "deterministic": ("--enable-deterministic-inference",),
-            "deterministic-fp32-head": ("--enable-deterministic-inference", "--enable-fp32-lm-head"),
-            "float32": ("--dtype", "float32"),
+            "deterministic": Rounding(flags=DETERMINISTIC, near_tie=0.25),
+            "deterministic-fp32-head": Rounding(flags=(*DETERMINISTIC, "--enable-fp32-lm-head"), near_tie=0.25),
+            "float32": Rounding(
+                flags=(*TRITON, "--dtype", "float32"), env={"TRITON_F32_DEFAULT": "ieee"}, near_tie=FLOAT32_TIE
+            ),
         },
         spool_bytes=8 << 30,
         in_flight=256,
@@ -213,7 +236,7 @@ SCALES = {
         heads=("--heads", "3", "--kv-heads", "3", "--head-dim", "64"),
         bench_new_tokens=48,
         bench_flags=DRAFTS_ON_CPU,
-        rounding={"float32": ("--dtype", "float32")},
+        rounding={"float32": Rounding(flags=("--dtype", "float32"), near_tie=FLOAT32_TIE)},
         steps=(3, 1),
         lesson_samples=120,
         lesson_prompts=4,
@@ -265,6 +288,7 @@ SCALES = {
         heads=("--heads", "1", "--kv-heads", "1", "--head-dim", "64"),
         bench_new_tokens=8,
         bench_flags=DRAFTS_ON_CPU,
+        rounding={"float32": Rounding(flags=("--dtype", "float32"), near_tie=FLOAT32_TIE)},
         steps=(2,),
         lesson_samples=10,
         lesson_prompts=1,

@@ -112,7 +112,8 @@ class _HeadLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
-        made = [gradient.to(one.dtype) * one for one in ctx.saved_tensors]
+        # The factor stays as exact as it came: it is the same one for the head and for what is below it.
+        made = [(gradient * one.float()).to(one.dtype) for one in ctx.saved_tensors]
         return (None, None, *made)
 
 
@@ -127,10 +128,11 @@ def _with_gradient(loss: Loss, logits_MK: Tensor, target_MK: Tensor, scale: Tens
         _COMPILED[loss] = torch.compile(loss, dynamic=True)
     try:
         return _differentiate(_COMPILED[loss], logits_MK, target_MK, scale)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:  # all of the compiler's are
-        LOG.warning("the loss does not compile here and takes longer: %s", str(error).splitlines()[0])
+        what = (str(error).splitlines() or ["without a word"])[0]
+        LOG.warning("the loss does not compile here and takes longer: %s: %s", type(error).__name__, what)
         _REFUSED.add(loss)
         return _differentiate(loss, logits_MK, target_MK, scale)
 
