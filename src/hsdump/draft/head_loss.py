@@ -128,7 +128,7 @@ def _with_gradient(loss: Loss, logits_MK: Tensor, target_MK: Tensor, scale: Tens
         _COMPILED[loss] = torch.compile(loss, dynamic=True)
     try:
         return _differentiate(_COMPILED[loss], logits_MK, target_MK, scale)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+    except DEVICE_ERRORS:
         raise
     except RuntimeError as error:  # all of the compiler's are
         what = (str(error).splitlines() or ["without a word"])[0]
@@ -149,6 +149,9 @@ def _differentiate(loss: Loss, logits_MK: Tensor, target_MK: Tensor, scale: Tens
         (gradient_MK,) = torch.autograd.grad(lost * scale, logits_MK)
     return lost.detach(), gradient_MK
 
+
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""What no other way to compute the loss would mend."""
 
 _COMPILED: dict[Loss, Loss] = {}
 _REFUSED: set[Loss] = set()

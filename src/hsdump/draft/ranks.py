@@ -79,6 +79,9 @@ def spread(module: nn.Module, ranks: Ranks, *, fsdp: bool) -> Any:
         return fully_shard(module, mesh=mesh)
     if ranks.world == 1:
         return module
+    # Compiled are the attention and the loss, which hold no weights: there is nothing to cut into DDP's buckets, and
+    # releases of torch that look for some refuse flex attention (pytorch#137481).
+    torch._dynamo.config.optimize_ddp = False
     ids = [ranks.device.index] if ranks.device.type == "cuda" else None
     return nn.parallel.DistributedDataParallel(module, device_ids=ids)
 
