@@ -21,32 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from benchmarks.serving.predicted import predict
 from benchmarks.story.bench import answers
 from tests.server.harness import SglangServer, free_port
 from tests.server.test_speculation import drafts
 
 from hsdump.draft.bench import rates_of
-from hsdump.draft.chain import Decoding, Walk
-from hsdump.draft.checkpoints import load_drafter
-from hsdump.draft.eval import decode, load_target, read_prompts, summed
 from hsdump.draft.sweep import Launch, parse_settings, sweep
 
 PRECISION = ("--dtype", "float32")
 SETTINGS = "1:1:2,2:1:3,3:1:4,5:1:6,3:2:8,3:4:16"
-
-
-def predict(options: argparse.Namespace) -> tuple[list[Walk], dict[str, Any]]:
-    """Decode with target and drafter in transformers, as `hsdump eval --prompts` does."""
-    drafter, _ = load_drafter(options.drafter, model=options.target)
-    walks = read_prompts(options.prompts, str(options.target), None)
-    decode(drafter, load_target(drafter, str(options.target)), walks, Decoding(new_tokens=options.new_tokens))
-    found = summed(walks, "all")
-    return walks, {
-        "drafts": found.drafts,
-        "per_position": found.per_position,
-        "acceptance_length": found.acceptance_length,
-        "lossless": all(walked.lossless for walked in walks),
-    }
 
 
 def counted(replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -88,7 +72,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     options = parser.parse_args()
     options.target, options.exported = options.target.resolve(), options.exported.resolve()
-    walks, predicted = predict(options)
+    walks, predicted = predict(options.drafter, options.target, options.prompts, options.new_tokens)
     prompts = [walked.prompt for walked in walks]
     folder = Path(tempfile.mkdtemp(prefix="sglang-cpu-"))
     result: dict[str, Any] = {

