@@ -75,20 +75,20 @@ def write_questions(target: Path, out: Path, *, learn: int, test: int, new_token
 def _asked(answerer: Any, questions: list[tuple[Exchange, list[int]]], number: int, new_tokens: int) -> list[Asked]:
     """Ask until there are so many answers, or no more questions; in the order of the questions."""
     found: list[Asked] = []
-    size = min(ROUND, 2 * number)
-    for start in range(0, len(questions), size):
-        part = questions[start : start + size]
+    start = 0
+    while start < len(questions) and len(found) < number:
+        part = questions[start : start + min(ROUND, 2 * (number - len(found)))]
+        start += len(part)
         by_length = sorted(range(len(part)), key=lambda place: len(part[place][1]))  # little to fill up in a batch
         said: dict[int, list[int]] = {}
-        batches = [by_length[first : first + BATCH] for first in range(0, len(part), BATCH)]
+        size = min(BATCH, -(-len(part) // SIDE_BY_SIDE))
+        batches = [by_length[first : first + size] for first in range(0, len(part), size)]
         asked = [[part[place][1] for place in places] for places in batches]
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             answered = pool.map(partial(answerer.answer, new_tokens=new_tokens), asked)
             for places, answers in zip(batches, answered, strict=True):
                 said |= dict(zip(places, answers, strict=True))
         found += [(*part[place], said[place]) for place in range(len(part)) if len(said[place]) >= SHORTEST_ANSWER]
-        if len(found) >= number:
-            break
     return found[:number]
 
 

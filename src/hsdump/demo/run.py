@@ -39,7 +39,7 @@ PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 TRAINING: Final = (
     *("--optimizer", "muon", "--lr", "8e-3", "--warmup", "15", "--clip", "1", "--ttt-steps", "3", "--tokens", "2048"),
-    *("--epochs", "10", "--max-steps", "280", "--validate-every", "140", "--save-every", "140", "--held-out", "0.03"),
+    *("--epochs", "10", "--max-steps", "210", "--validate-every", "105", "--save-every", "105", "--held-out", "0.03"),
 )
 MARKER = "made-by-hsdump-demo.txt"
 VERDICTS = {0: "clean", 1: "suspicious", 2: "corrupt"}
@@ -50,7 +50,7 @@ STOP_S = 10.0
 NOT_LOSSLESS = 1
 """Of `hsdump eval`, which says more in its report."""
 
-LEARN, TEST, NEW_TOKENS = 1000, 16, 128
+LEARN, TEST, NEW_TOKENS = 800, 12, 128
 """Answers to learn from, questions to test with, tokens of the longest answer."""
 
 DRAFT_VOCAB: Final = "256"
