@@ -25,6 +25,9 @@ core = pytest.importorskip("speculators.models.eagle3.core", reason="speculators
 LOGIT_TOLERANCE = 1e-4
 """Absolute, on logits of size 1 to 10: both are float32, but sum attention in another order, over up to 7 steps."""
 
+GRADIENT_TOLERANCE = 1e-4
+"""Of a weight's whole gradient, relative: sums over some 100 rows and 4 steps of the logits above."""
+
 SHAPES = [  # hidden, heads, kv heads, head width, vocabulary, draft vocabulary
     (64, 4, 2, 16, 200, 120),
     (96, 6, 6, 16, 300, 300),
@@ -128,12 +131,29 @@ def batch_for(drafter: Drafter, lengths: list[int]) -> Batch:
     )
 
 
+def their_loss(model: Any, batch: Batch, steps: int, loss: str) -> torch.Tensor:
+    from speculators.losses import resolve_loss_config
+
+    name = {"kl": "kl_div", "hard": "ce", "lk": "nla", "tv": "tv"}[loss]
+    _, found, _ = model(
+        hidden_states=batch.inputs.aux[None],
+        input_ids=batch.inputs.input_ids[None],
+        document_ids=batch.inputs.document_ids[None],
+        loss_mask=batch.mask[None].to(torch.bool),
+        position_ids=1 + batch.inputs.position_ids[None],
+        verifier_last_hidden_states=batch.final[None],
+        ttt_steps=steps,
+        ttt_step_loss_decay=0.8,
+        loss_config=resolve_loss_config(name, "eager"),
+    )
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
 @pytest.mark.parametrize("steps", range(1, 8))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("loss", ["kl", "hard", "lk", "tv"])
 def test_same_loss_and_guesses(shape: tuple[int, ...], steps: int, loss: str) -> None:
-    from speculators.losses import resolve_loss_config
-
     drafter = make(shape)
     head = torch.randn(drafter.config.draft_vocab_size, drafter.config.hidden_size) * 0.3
     batch = batch_for(drafter, [40, 23, 9, 56])
@@ -141,19 +161,8 @@ def test_same_loss_and_guesses(shape: tuple[int, ...], steps: int, loss: str) ->
     model = theirs(drafter, head)
     seen: list[torch.Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0].detach()))
-    name = {"kl": "kl_div", "hard": "ce", "lk": "nla", "tv": "tv"}[loss]
     with torch.no_grad():
-        _, expected, _ = model(
-            hidden_states=inputs.aux[None],
-            input_ids=inputs.input_ids[None],
-            document_ids=inputs.document_ids[None],
-            loss_mask=batch.mask[None].to(torch.bool),
-            position_ids=1 + inputs.position_ids[None],
-            verifier_last_hidden_states=batch.final[None],
-            ttt_steps=steps,
-            ttt_step_loss_decay=0.8,
-            loss_config=resolve_loss_config(name, "eager"),
-        )
+        expected = their_loss(model, batch, steps, loss)
         hook.remove()
         causal = make_causal(inputs, "dense")
         ours = [drafter.lm_head(normed) for normed in drafter.unroll(inputs, steps, causal)]
@@ -178,6 +187,26 @@ def test_same_loss_and_guesses(shape: tuple[int, ...], steps: int, loss: str) ->
             "theirs": float(expected),
         }
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("loss", ["kl", "hard", "lk", "tv"])
+def test_same_gradients(shape: tuple[int, ...], loss: str) -> None:
+    """Ours come from a pass of their own through the head, the library's from autograd."""
+    drafter = make(shape)
+    head = torch.randn(drafter.config.draft_vocab_size, drafter.config.hidden_size) * 0.3
+    batch = batch_for(drafter, [40, 23, 9, 56])
+    model, steps = theirs(drafter, head), 4
+    model.lm_head.weight.requires_grad_(True)  # the library leaves it as the target's, and ours is learned
+    their_loss(model, batch, steps, loss).backward()
+    unrolled = Unrolled(drafter, head, steps=steps, decay=0.8, loss=loss)
+    unrolled(batch, make_causal(batch.inputs, "dense"), step_counts(batch, steps))[0].backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    found = {name: weight.grad for name, weight in drafter.named_parameters() if weight.grad is not None}
+    assert set(found) == set(expected) - {"embed_tokens.weight"}
+    for name, gradient in found.items():
+        error = (gradient - expected[name]).norm() / expected[name].norm()
+        assert float(error) < GRADIENT_TOLERANCE, name
 
 
 def test_write_the_figures() -> None:
