@@ -60,8 +60,7 @@ def with_servers(story: Story, urls: dict[str, str]) -> None:
         needs_s = LONG_S if steps == story.scale.steps[0] else SHORT_S
         story.attempt(f"bench.steps-{steps}", needs_s, partial(measure, story, urls[str(steps)], plain, steps))
     if up:
-        some, first = prompts[: len(prompts) // 2], urls[str(up[0])]
-        story.attempt("bench.lossless", LOSSLESS_S, lambda: lossless(first, plain, some, story.scale.bench_new_tokens))
+        compare(story, "bench.lossless", urls[str(up[0])], plain)
 
 
 def flags(story: Story, steps: int) -> list[str]:
@@ -124,6 +123,13 @@ async def answers(
             return dict(reply.json())
 
         return list(await asyncio.gather(*map(one, prompts)))
+
+
+def compare(story: Story, step: str, drafting: str, plain: str, near_tie: float = NEAR_TIE) -> None:
+    """Compare the outputs of two servers on half of the questions."""
+    prompts = questions(story)
+    some = prompts[: max(len(prompts) // 2, 1)]
+    story.attempt(step, LOSSLESS_S, lambda: lossless(drafting, plain, some, story.scale.bench_new_tokens, near_tie))
 
 
 def lossless(

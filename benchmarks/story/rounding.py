@@ -13,26 +13,21 @@ from benchmarks.story import bench
 from benchmarks.story.state import Story
 from benchmarks.story.together import together
 
-COMPARE_S = 45.0
-
 
 def rounding_stage(story: Story) -> None:
     """Compare outputs with and without drafts, for each way to round that this scale has."""
     ways = {name: way for name, way in story.scale.rounding.items() if story.figures(f"rounding.{name}") is None}
     if story.engine != "sglang" or not ways:
         return
-    story.need(bench.START_S[story.device] + COMPARE_S, "starting servers")
+    story.need(bench.START_S[story.device] + bench.LOSSLESS_S, "starting servers")
     steps, starts = story.scale.steps[0], {}
     for name, way in ways.items():
         plain_flags, eagle_flags = (*story.scale.bench_flags, *way.flags), (*bench.flags(story, steps), *way.flags)
         starts[f"{name} plain"] = partial(story.serve, f"plain-{name}", *plain_flags, env=way.env)
         starts[f"{name} eagle"] = partial(story.serve, f"eagle-{name}", *eagle_flags, env=way.env)
     at_once = len(starts) if story.device == "cuda" else 1
-    prompts = bench.questions(story)
-    some = prompts[: max(len(prompts) // 2, 1)]
     with together(starts, at_once=at_once, note=story.note) as urls:
         for name, way in ways.items():
             eagle, plain = urls.get(f"{name} eagle"), urls.get(f"{name} plain")
             if eagle and plain:
-                compare = partial(bench.lossless, eagle, plain, some, story.scale.bench_new_tokens, way.near_tie)
-                story.attempt(f"rounding.{name}", COMPARE_S, compare)
+                bench.compare(story, f"rounding.{name}", eagle, plain, way.near_tie)

@@ -111,7 +111,7 @@ DRAFTS_ON_CPU = ("--prefill-attention-backend", "intel_amx", "--decode-attention
 """The backend that has a form for drafts there; by itself SGLang takes it with AMX only."""
 
 FLOAT32_TIE = 1e-3
-"""Some hundred steps of float32 where logits lie: sums of 24 layers in another order differ by tens of them."""
+"""Some hundred steps of float32 where logits lie: sums of so many layers in another order differ by tens of them."""
 
 TRITON = ("--attention-backend", "triton")
 """Takes float32 as well; its products of float32 are TF32 unless TRITON_F32_DEFAULT says otherwise."""

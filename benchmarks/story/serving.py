@@ -35,7 +35,7 @@ READINGS, STORE_READINGS = 5, 2
 """Their medians count: a small model is bound by the processor, and a reading varies by 15 %."""
 
 STORE_TIMES = 3
-"""As many tokens for a reading of the store, whose last sync is a second whatever was written before."""
+"""As many tokens for a reading of the store, whose start and end weigh in a short one."""
 
 RATE_IN_FLIGHT = 64
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsdump.draft.loss import Loss
+from hsdump.draft.loss import Loss, step_mask
 
 LOG = logging.getLogger(__name__)
 
@@ -46,14 +46,10 @@ def rows_of_steps(mask_T: Tensor, documents_T: Tensor, steps: int) -> tuple[Tens
 
     Every count of rows is a wait for the GPU: all of them are here, before it has work to do.
     """
-    rows_M = torch.nonzero(mask_T)[:, 0]
-    found = []
-    for step in range(steps):
-        begins_M = rows_M - step  # where the draft began whose guess at this step is the row's
-        inside = (begins_M >= 0) & (documents_T[begins_M.clamp_min(0)] == documents_T[rows_M])
-        about = torch.nonzero(inside)[:, 0]
-        found.append(Rows(begins=begins_M[about], about=about))
-    return rows_M, found
+    place_T = mask_T.cumsum(0) - 1  # of a row that is learned from among all of them
+    begun = [torch.nonzero(step_mask(mask_T, documents_T, step))[:, 0] for step in range(steps)]
+    rows = [Rows(begins=begins, about=place_T[begins + step]) for step, begins in enumerate(begun)]
+    return torch.nonzero(mask_T)[:, 0], rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
