@@ -29,7 +29,7 @@ from tests.server.driving import Answer, _ask, same_or_near_tie, write_rows
 from tests.server.harness import SglangServer
 from tests.tiny_models import tiny_model_path
 
-from hsdump.connections import limits
+from hsdump import connections
 from hsdump.samples import TokenSample
 from hsdump.store import Store
 from hsdump.verify import VerifyOptions, verify_store
@@ -69,7 +69,7 @@ async def live_traffic(urls: list[str], seconds: float) -> tuple[list[float], di
 
     async def user(url: str, first: int) -> None:
         place = first
-        async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits()) as client:
+        async with connections.client(url, timeout=300) as client:
             while time.monotonic() < end_s:
                 started_s = time.monotonic()
                 answers[url, place % len(prompts)] = await _ask(client, prompts[place % len(prompts)], NEW_TOKENS)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 import numpy as np
 
-from hsdump.connections import limits
+from hsdump import connections
 from hsdump.engines.base import CaptureRequest
 from hsdump.engines.sglang_http import SglangEngine
 from hsdump.samples import sample_key
@@ -59,7 +58,7 @@ def ordinary(
 
     async def run() -> Measured:
         slots = asyncio.Semaphore(at_once or in_flight(len(samples[0])))
-        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits()) as client:
+        async with connections.client(url, timeout=600) as client:
 
             async def one(number: int, ids: np.ndarray) -> int:
                 body: dict[str, Any] = {
@@ -153,7 +152,7 @@ def decode_gaps(url: str, vocab: int, seconds: float, *, users: int = 8) -> tupl
         answers: list[float] = []
         deadline = time.perf_counter() + seconds
         rng = np.random.default_rng(5)
-        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits()) as client:
+        async with connections.client(url, timeout=600) as client:
 
             async def user() -> None:
                 while time.perf_counter() < deadline:

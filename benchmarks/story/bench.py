@@ -15,7 +15,7 @@ import httpx
 from benchmarks.story.state import Story
 from benchmarks.story.together import together
 
-from hsdump.connections import limits
+from hsdump import connections
 from hsdump.draft.eval import read_prompts
 
 START_S = {"cuda": 120.0, "cpu": 300.0}
@@ -113,7 +113,7 @@ async def answers(
 ) -> list[dict[str, Any]]:
     """Have prompts answered greedily; the replies in order."""
     slots = asyncio.Semaphore(at_once)
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits()) as client:
+    async with connections.client(url, timeout=300) as client:
 
         async def one(ids: Tokens) -> dict[str, Any]:
             params = {"max_new_tokens": new_tokens, "temperature": 0}
@@ -138,10 +138,11 @@ def lossless(
     """Compare greedy outputs token by token, one request at a time; where two part, the plain server's best logits
     say how near: by at most `near_tie` it is a near tie.
     """
-    ours, theirs = (
-        [list(reply["output_ids"]) for reply in asyncio.run(answers(one, prompts, new_tokens, 1))]
-        for one in (url, plain)
-    )
+
+    async def each_its_own() -> list[list[dict[str, Any]]]:
+        return await asyncio.gather(*(answers(one, prompts, new_tokens, 1) for one in (url, plain)))
+
+    ours, theirs = ([list(reply["output_ids"]) for reply in replies] for replies in asyncio.run(each_its_own()))
     again = [list(reply["output_ids"]) for reply in asyncio.run(answers(plain, prompts, new_tokens, 16))]
     parted = []
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# The story on one GPU, and its lesson in three processes beside the training of the drafter and behind the bench: what is
-# timed has the GPU for itself. The same command goes on, until its exit code is another one than 4.
+# The story on one GPU, and its lesson in three processes beside the training of the drafter and behind the bench, there
+# with the comparison of outputs on other servers: what is timed has the GPU for itself. The same command goes on, until
+# its exit code is another one than 4.
 #
 #   benchmarks/story/one_gpu.sh OUT WORK SECONDS [STAGES]
 #
-# STAGES: of the story, behind the drafter [default: bench,rounding]. STORY_OPTIONS: of benchmarks.story.run [default:
+# STAGES: of the story, behind the drafter and alone [default: bench; target: none, that one is done by then]. STORY_OPTIONS: of benchmarks.story.run [default:
 # --device cuda]. Exit codes as benchmarks.story.run: 0 all is done, 4 call again, 1 a step failed. All figures: OUT/story.
 set -u
-out=$1 work=$2 end=$((SECONDS + $3)) stages=${4:-bench,rounding}
+out=$1 work=$2 end=$((SECONDS + $3)) stages=${4:-bench}
 read -ra options <<<"${STORY_OPTIONS:---device cuda}"
 mkdir -p "$out" "$work"
 beside=() codes=()
@@ -25,13 +26,17 @@ story() { # STAGES
   codes+=($?)
 }
 
-lesson() { # drafters first: what they are held against is the lesson
+lesson() { # and, when there is a drafter, its outputs where servers round less
   call judge stores,judge --wait "$(left)" --first-port 10000 &
   beside+=($!)
   call learn learn --wait "$(left)" --first-port 12000 --kinds sound,untrained,layers-shifted,pre-norm-final,half &
   beside+=($!)
   call more learn --wait "$(left)" --first-port 14000 --kinds rows-shifted,transformers,prompts-only,fp8,quarter &
   beside+=($!)
+  if is_done draft.export; then
+    call rounding rounding --first-port 16000 &
+    beside+=($!)
+  fi
 }
 
 gather() { # wait for the lesson's processes
@@ -61,7 +66,7 @@ if is_done draft.export && [ "$(left)" -gt 240 ]; then
 fi
 if is_done draft.vocab && [ ${#beside[@]} -eq 0 ]; then lesson; fi
 gather
-story "target,serve,draft,$stages" # what is left of all, and every figure in OUT/story
+story "target,serve,draft,rounding,$stages" # what is left of all, and every figure in OUT/story
 tail -n 12 "$out"/*.log
 code=0
 for one in "${codes[@]}"; do

@@ -31,10 +31,10 @@ request takes HTTP, so answers are joined."""
 OTHER_TOKENS = "are other tokens than the served tokenizer makes"
 """What `hsdump prove` says of it."""
 
-READINGS, STORE_READINGS = 5, 2
+READINGS, STORE_READINGS = 3, 2
 """Their medians count: a small model is bound by the processor, and a reading varies by 15 %."""
 
-STORE_TIMES = 3
+STORE_TIMES = 4
 """As many tokens for a reading of the store, whose start and end weigh in a short one."""
 
 RATE_IN_FLIGHT = 64

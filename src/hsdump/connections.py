@@ -1,6 +1,14 @@
-"""Connections to servers: how long an idle one is used again."""
+"""Connections to servers: how long an idle one is used again, and what choosing one costs."""
 
 from __future__ import annotations
+
+import ssl
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import cache, partial
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -10,12 +18,85 @@ own limit as well: a request on a connection of just that age meets its end and 
 than half of that is safe.
 """
 
+ONE = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEPT_S)
 
-def limits(most: int | None = None, kept: int = 64) -> httpx.Limits:
-    """Give a client's limits.
+
+def client(url: str, *, timeout: httpx.Timeout | float, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
+    """Give a client for many requests at a time to one server; how many is up to who sends them.
 
     Args:
-        most: connections at a time; None for as many as there are requests.
-        kept: idle ones at a time.
+        url: the server's base URL. Where the environment names a proxy for it, httpx's own pool of connections is used.
     """
-    return httpx.Limits(max_connections=most, max_keepalive_connections=kept, keepalive_expiry=KEPT_S)
+    if is_proxied(url):
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S)
+        return httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers, limits=limits)
+    return httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers, transport=Separately())
+
+
+def is_proxied(url: str) -> bool:
+    """Tell whether the environment has requests to this URL take a proxy."""
+    parts, proxies = urlsplit(url), getproxies()
+    return (parts.scheme in proxies or "all" in proxies) and not proxy_bypass(parts.hostname or "")
+
+
+class Separately(httpx.AsyncBaseTransport):
+    """A pool of its own for each connection, and the one used last is used next.
+
+    The pool of httpcore (1.0.9) goes through all its connections for every request, with a system call for each, and
+    closes idle ones as soon as it has more than it keeps, busy ones counted: with hundreds of requests in flight that
+    takes longer than a small model takes for them.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[tuple[httpx.AsyncHTTPTransport, float]] = deque()
+        """Those that nobody uses, with the time since when; used last comes last."""
+
+        self._busy: set[httpx.AsyncHTTPTransport] = set()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        while self._free and time.monotonic() - self._free[0][1] > KEPT_S:
+            await self._free.popleft()[0].aclose()
+        transport = self._free.pop()[0] if self._free else httpx.AsyncHTTPTransport(verify=verified(), limits=ONE)
+        self._busy.add(transport)
+        try:
+            response = await transport.handle_async_request(request)
+        except BaseException:
+            self._give_back(transport)  # httpcore has closed what was half done
+            raise
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _Body(response.stream, partial(self._give_back, transport))
+        return response
+
+    async def aclose(self) -> None:
+        for transport in [*self._busy, *(free for free, _ in self._free)]:
+            await transport.aclose()
+        self._busy.clear()
+        self._free.clear()
+
+    def _give_back(self, transport: httpx.AsyncHTTPTransport) -> None:
+        if transport in self._busy:
+            self._busy.remove(transport)
+            self._free.append((transport, time.monotonic()))
+
+
+@cache
+def verified() -> ssl.SSLContext:
+    """Give what https is verified by; made once, since reading the certificates takes longer than a request."""
+    return httpx.create_ssl_context()
+
+
+class _Body(httpx.AsyncByteStream):
+    """A response's body that says when it is over."""
+
+    def __init__(self, body: httpx.AsyncByteStream, done: Callable[[], None]) -> None:
+        self._body, self._done = body, done
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._body:
+            yield part
+
+    async def aclose(self) -> None:
+        try:
+            await self._body.aclose()
+        finally:
+            self._done()

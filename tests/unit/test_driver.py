@@ -18,6 +18,7 @@ from hsdump.cli.main import main
 from hsdump.cli.watching import Watch, run_session
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, ServerAway, ServerLoad
 from hsdump.errors import HsdumpError, ServerError, UsageError
+from hsdump.extract import lanes
 from hsdump.extract.collector_http import check_address
 from hsdump.extract.finite import first_non_finite
 from hsdump.extract.lanes import SICK_AFTER
@@ -332,6 +333,32 @@ def test_requests_of_a_dead_run_are_taken_off_the_servers(tmp_path: Path) -> Non
     assert engine.aborted == ["hsdump-x"]
     assert state.aborted == 1
     assert Store(tmp_path / "store").requests() == []
+
+
+def test_a_server_that_was_left_to_be_looked_at_is_looked_at_as_soon_as_it_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    class Suspicious(ScriptedEngine):
+        """Counts ours as running, as SGLang before 0.5.23 does, so that the run has to leave it alone for a look."""
+
+        async def load(self) -> ServerLoad | None:
+            looks.append(self.together)
+            monkeypatch.setattr(lanes, "LOOK_EVERY_S", 3600.0)  # no other look comes by itself
+            return ServerLoad(running=self.together, waiting=0)
+
+        async def capture(self, request: CaptureRequest) -> CapturedSample:
+            self.together += 1
+            while not looks:
+                await asyncio.sleep(0.01)
+            self.together -= 1
+            return await super().capture(request)
+
+    monkeypatch.setattr(lanes, "LOOK_EVERY_S", 0.05)
+    state = run(tmp_path, {"a": Suspicious()}, count=40, concurrency=4)
+    assert (state.exit_code(), state.committed) == (0, 40)
+    assert looks == [4, 0]
 
 
 def test_names_and_servers_are_read(tmp_path: Path) -> None:

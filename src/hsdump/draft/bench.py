@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from hsdump.connections import limits
+from hsdump import connections
 from hsdump.engines.handshake import server_facts
 from hsdump.errors import ServerError, UsageError
 
@@ -151,7 +151,7 @@ def rates_of(histograms: Sequence[Sequence[int]], steps: int = 0) -> list[float]
 
 async def _measure(server: Server, prompts: Sequence[Sequence[int]], concurrency: int, new_tokens: int) -> Speed:
     before, slots = server.counters(), asyncio.Semaphore(concurrency)
-    async with httpx.AsyncClient(timeout=600, limits=limits(concurrency)) as client:
+    async with connections.client(server.url, timeout=600) as client:
 
         async def one(ids: Sequence[int]) -> dict[str, Any] | None:
             async with slots:

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from hsdump.connections import limits
+from hsdump import connections
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, ServerAway, ServerLoad
 from hsdump.errors import HsdumpError, ServerError
 from hsdump.samples import TokenSample
@@ -114,7 +114,7 @@ class HttpTransport:
     def __init__(self, url: str, token: str) -> None:
         self.url = url
         headers = {"Authorization": f"Bearer {token}"}
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=CALL_WAIT_S, limits=limits())
+        self._http = connections.client(url, timeout=CALL_WAIT_S, headers=headers)
 
     async def call(self, method: str, body: bytes) -> bytes:
         try:

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from hsdump.connections import limits
+from hsdump import connections
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, ServerAway, ServerLoad
 from hsdump.engines.handover import HandOver
 from hsdump.engines.handshake import generate_body, handshake, server_facts
@@ -82,9 +82,7 @@ class SglangEngine:
         self._next_forget_s = 0.0
         self._aborts: set[asyncio.Task[None]] = set()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(
-            base_url=self.url, timeout=request_timeout_s, limits=limits(), headers=self._headers
-        )
+        self._http = connections.client(self.url, timeout=request_timeout_s, headers=self._headers)
 
     def handshake(self) -> EngineInfo:
         """See `hsdump.engines.handshake.handshake`; also removes what dead clients and servers left behind."""

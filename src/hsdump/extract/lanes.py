@@ -31,6 +31,9 @@ SICK_AFTER = 8
 until a handshake, which captures, succeeds."""
 
 LOOK_EVERY_S = 0.5
+SETTLED_S = 0.05
+"""After the last request of ours: a server publishes that it is idle in its next pass, a few milliseconds later."""
+
 STALLED_AFTER = 3
 """Times in a row that a server did not say how busy it is."""
 
@@ -105,6 +108,9 @@ class Lane:
         self.courtesy = Courtesy(limits.live_share)
         self._limits = limits
         self.reserved = False
+        self.empty = asyncio.Event()
+        """Nothing of ours is there any more, as a look at the server wants it."""
+
         self.away_since_s: float | None = None
         self.problem: HsdumpError | None = None
         self.failures_in_a_row = 0
@@ -217,6 +223,8 @@ class Fleet:
         lane.end(cost)
         lane.reserved = False
         lane.courtesy.finished(seconds)
+        if lane.courtesy.is_probing and lane.state.in_flight == 0:
+            lane.empty.set()
         self._notify()
 
     def succeeded(self, lane: Lane, cost: Cost) -> None:
@@ -312,7 +320,7 @@ class Fleet:
         """Ask a server now and then how busy it is."""
         silent = 0
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await self._until_next_look(lane)
             if lane.state.status not in ("up", "stalled"):
                 continue
             try:
@@ -333,6 +341,13 @@ class Fleet:
                 lane.courtesy.see(load, lane.state.in_flight)
                 lane.state.others, lane.state.stepping_back = lane.courtesy.others, lane.courtesy.is_live
             self._notify()
+
+    async def _until_next_look(self, lane: Lane) -> None:
+        """Wait for the next time, or for the moment that nothing of ours is there: the server idles until then."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(lane.empty.wait(), LOOK_EVERY_S)
+            await asyncio.sleep(SETTLED_S)
+        lane.empty.clear()
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -68,6 +68,11 @@ class Courtesy:
         """Requests of others when the server was last asked while none of ours was there."""
 
     @property
+    def is_probing(self) -> bool:
+        """Nothing of ours is sent until the server was looked at without."""
+        return self._probing
+
+    @property
     def is_live(self) -> bool:
         return self._share < 1 and self._clock() < self._live_until_s
 

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from hsdump.connections import limits
+from hsdump import connections
 from hsdump.engines.handshake import server_facts
 from hsdump.errors import HsdumpError, ServerError
 from hsdump.generate.options import Sampling
@@ -67,7 +67,7 @@ class AnswerServer:
         self._lost = False
         self._gone: ServerError | None = None
         timeout = httpx.Timeout(timeout_s, connect=30.0)
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits(), headers=self._headers)
+        self._http = connections.client(self.url, timeout=timeout, headers=self._headers)
 
     def greet(self) -> Served:
         """Ask what is served.

@@ -15,8 +15,8 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from hsdump import connections
 from hsdump.arrays import StateArray
-from hsdump.connections import limits
 from hsdump.engines.base import CaptureFailed, CaptureRequest
 from hsdump.engines.handshake import server_facts
 from hsdump.engines.sglang_http import SglangEngine
@@ -97,7 +97,7 @@ class Witness:
             samples: (key, token ids).
         """
         slots, answers = asyncio.Semaphore(AT_ONCE), {}
-        async with httpx.AsyncClient(base_url=self.url, timeout=600.0, headers=self.headers, limits=limits()) as http:
+        async with connections.client(self.url, timeout=600.0, headers=self.headers) as http:
 
             async def one(key: str, ids: NDArray[np.int64]) -> None:
                 async with slots:
