@@ -84,7 +84,14 @@ def serving(steps: Steps) -> list[str]:
         ("serve.generate", ("answers", "answer_tokens", "answer_tokens_per_s", "seconds")),
         (
             "serve.rates",
-            ("plain_tokens_per_s", "capture_on_ratio", "drained_ratio", "store_tokens_per_s", "store_ratio"),
+            (
+                "plain_tokens_per_s",
+                "capture_on_ratio",
+                "drained_ratio",
+                "store_tokens_per_s",
+                "store_ratio",
+                "beside_writer_ratio",
+            ),
         ),
         (
             "serve.extract",

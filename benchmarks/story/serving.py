@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.serving.load import Samples, captured, ordinary, write_rows
 from benchmarks.story.state import StepFailed, Story, afresh
 from benchmarks.story.together import together
+from benchmarks.story.writer import writing
 
 from hsdump.prompts import Skip
 from hsdump.prompts.inputs import read_rows
@@ -102,16 +103,13 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
     flight = min(story.scale.in_flight, RATE_IN_FLIGHT)
     for one in (plain, url):  # kernels are compiled for lengths not seen before
         ordinary(one, some[: max(4, len(some) // 8)], at_once=flight)
-    found: dict[str, list[float]] = {"plain": [], "capture_on": [], "drained": [], "plain_long": [], "store": []}
+    found: dict[str, list[float]] = {"plain": [], "capture_on": [], "drained": []}
     for _ in range(READINGS):
         found["plain"].append(ordinary(plain, some, at_once=flight).tokens_per_s)
         found["capture_on"].append(ordinary(url, some, at_once=flight).tokens_per_s)
         found["drained"].append(captured(url, some, at_once=flight).tokens_per_s)
     long = some + [row for number in range(STORE_TIMES - 1) for row in again(samples, number, some)]
-    rows = write_rows(story.work / "rates.jsonl", long)
-    for _ in range(STORE_READINGS):
-        found["plain_long"].append(ordinary(plain, long, at_once=flight).tokens_per_s)
-        found["store"].append(stored_rate(story, url, rows, flight))
+    found |= store_rates(story, url, plain, long)
     middle = {name: round(median(values), 1) for name, values in found.items()}
     return {
         "samples": len(some),
@@ -123,7 +121,25 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
         "drained_ratio": round(middle["drained"] / middle["plain"], 4),
         "store_tokens": int(sum(map(len, long))),
         "store_ratio": round(middle["store"] / middle["plain_long"], 4),
+        "beside_writer_ratio": round(middle["beside_writer"] / middle["plain_long"], 4),
     }
+
+
+def store_rates(story: Story, url: str, plain: str, rows: Samples) -> dict[str, list[float]]:
+    """Read the rate without capture, to a committed store, and without capture beside a process that only writes as
+    many bytes a second to the same disk: what of a store's price is the writing alone.
+    """
+    flight = min(story.scale.in_flight, RATE_IN_FLIGHT)
+    file = write_rows(story.work / "rates.jsonl", rows)
+    extracted = story.figures("serve.extract") or {}
+    token_bytes = extracted["state_bytes"] / extracted["tokens"]
+    found: dict[str, list[float]] = {"plain_long": [], "store": [], "beside_writer": []}
+    for _ in range(STORE_READINGS):
+        found["plain_long"].append(ordinary(plain, rows, at_once=flight).tokens_per_s)
+        found["store"].append(stored_rate(story, url, file, flight))
+        with writing(story.work / "rates-written", found["store"][-1] * token_bytes):
+            found["beside_writer"].append(ordinary(plain, rows, at_once=flight).tokens_per_s)
+    return found
 
 
 def again(samples: Samples, number: int, like: Samples) -> Samples:
