@@ -121,6 +121,7 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
         "drained_ratio": round(middle["drained"] / middle["plain"], 4),
         "store_tokens": int(sum(map(len, long))),
         "store_ratio": round(middle["store"] / middle["plain_long"], 4),
+        "store_direct_ratio": round(middle["store_direct"] / middle["plain_long"], 4),
         "beside_writer_ratio": round(middle["beside_writer"] / middle["plain_long"], 4),
     }
 
@@ -133,10 +134,11 @@ def store_rates(story: Story, url: str, plain: str, rows: Samples) -> dict[str, 
     file = write_rows(story.work / "rates.jsonl", rows)
     extracted = story.figures("serve.extract") or {}
     token_bytes = extracted["state_bytes"] / extracted["tokens"]
-    found: dict[str, list[float]] = {"plain_long": [], "store": [], "beside_writer": []}
+    found: dict[str, list[float]] = {"plain_long": [], "store": [], "store_direct": [], "beside_writer": []}
     for _ in range(STORE_READINGS):
         found["plain_long"].append(ordinary(plain, rows, at_once=flight).tokens_per_s)
         found["store"].append(stored_rate(story, url, file, flight))
+        found["store_direct"].append(stored_rate(story, url, file, flight, "--direct"))
         with writing(story.work / "rates-written", found["store"][-1] * token_bytes):
             found["beside_writer"].append(ordinary(plain, rows, at_once=flight).tokens_per_s)
     return found
@@ -149,11 +151,11 @@ def again(samples: Samples, number: int, like: Samples) -> Samples:
     return joined(samples, len(like[0]), sum(map(len, like)))
 
 
-def stored_rate(story: Story, url: str, rows: Path, flight: int) -> float:
+def stored_rate(story: Story, url: str, rows: Path, flight: int, *more: str) -> float:
     """Extract rows to a committed store of their own, which is not kept; its tokens/s without the command's start."""
     out = afresh(story.work / "rates-store")
     words = ("extract", rows, "--server", url, "--out", out, "--model", story.model, "--no-probe")
-    found = story.hsdump(*words, "--concurrency", flight)
+    found = story.hsdump(*words, "--concurrency", flight, *more)
     afresh(out)
     return float(found["tokens_per_s"])
 

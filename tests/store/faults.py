@@ -28,6 +28,10 @@ class FaultyFs(Fs):
         self.fuse, self.kind, self.random = fuse, kind, random.Random(seed)
         self.operations = 0
         self.dead = False
+        self.direct = False
+        """For the test: whether its writer shall go past the page cache."""
+
+        self._direct_files: set[int] = set()
         self.worst = False
         """All that was not made durable is lost, instead of some of it."""
 
@@ -64,10 +68,17 @@ class FaultyFs(Fs):
         self._step(lambda: Fs.write(self, fd, view[: self.random.randint(0, len(view))]))
         super().write(fd, view)
 
-    def write_at(self, fd: int, data: bytes, offset: int) -> None:
+    def set_direct(self, fd: int, *, on: bool) -> bool:
+        done = super().set_direct(fd, on=on)
+        (self._direct_files.add if on and done else self._direct_files.discard)(fd)
+        return done
+
+    def write_at(self, fd: int, data: Any, offset: int) -> None:
         # Bytes inside a synced file that are overwritten in place would need more than a length to be modelled.
         assert self._synced_bytes[self._paths[fd]] == 0
-        self._step(lambda: Fs.write_at(self, fd, data[: self.random.randint(0, len(data))], offset))
+        in_blocks = fd in self._direct_files
+        torn = self.random.randint(0, len(data)) // (4096 if in_blocks else 1) * (4096 if in_blocks else 1)
+        self._step(lambda: Fs.write_at(self, fd, data[:torn], offset))
         super().write_at(fd, data, offset)
 
     def sync(self, fd: int) -> None:
@@ -76,6 +87,7 @@ class FaultyFs(Fs):
         self._synced_bytes.pop(self._paths[fd], None)
 
     def close(self, fd: int) -> None:
+        self._direct_files.discard(fd)
         self._paths.pop(fd, None)  # first: another thread may get the same number at once
         super().close(fd)  # the descriptor goes with the process, too
         self._step()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hsdump.errors import StoreError
-from hsdump.store import Store, StoreWriter, WriterOptions, shard_writer, side_by_side
+from hsdump.store import Store, StoreWriter, WriterOptions, past_cache, shard_writer, side_by_side
 from hsdump.store.format import PARTIAL_SUFFIX, SHARDS_FOLDER, shard_path
 from tests.store.conftest import PROFILE
 from tests.store.faults import Crash, FaultyFs
@@ -28,18 +28,20 @@ def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small samples take the ways of large ones: into threads, and into files before their shard is done."""
     monkeypatch.setattr(side_by_side, "SMALL_BYTES", 0)
     monkeypatch.setattr(shard_writer, "BUFFER_BYTES", 1000)
+    monkeypatch.setattr(past_cache, "BLOCK_BYTES", 4096)
 
 
-@pytest.fixture
-def fs() -> Iterator[FaultyFs]:
+@pytest.fixture(params=[False, True], ids=["cached", "direct"])
+def fs(request: pytest.FixtureRequest) -> Iterator[FaultyFs]:
     found = FaultyFs()
+    found.direct = request.param
     yield found
     found.fill_gate.set()
     assert not found.open_files, "descriptors are left open"
 
 
 def options(fs: FaultyFs, *, count: int = 3, shard_bytes: int = SHARD_BYTES) -> WriterOptions:
-    return WriterOptions(fs=fs, shards_at_once=count, shard_bytes=shard_bytes)
+    return WriterOptions(fs=fs, shards_at_once=count, shard_bytes=shard_bytes, direct=fs.direct)
 
 
 def begin(writer: StoreWriter, made: Made) -> Future[bool]:
@@ -227,14 +229,17 @@ def test_one_failing_write_breaks_the_writer_and_closes_all_files(tmp_path: Path
     assert_holds(tmp_path / "store", [safe])
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["cached", "direct"])
 @pytest.mark.parametrize("kind", ["crash", "error"])
-def test_no_operation_may_fail_and_lose_or_damage_a_committed_sample(fast_folder: Path, kind: str) -> None:
+def test_no_operation_may_fail_and_lose_or_damage_a_committed_sample(
+    fast_folder: Path, kind: str, direct: bool
+) -> None:
     made = [make_sample(seed, MANIFEST, num_tokens=5 + seed) for seed in range(24)]
     step = {"dev": 3, "ci": 1, "nightly": 1}[PROFILE]
     for fuse in range(1, 1000, step):
         path = fast_folder / f"{kind}-{fuse}"
         fs = FaultyFs(kind=kind, seed=fuse)
-        fs.worst = fuse % 2 == 0
+        fs.worst, fs.direct = fuse % 2 == 0, direct
         promised = _write_until_it_fails(path, made, fs, fuse)
         assert not fs.open_files, fuse
         if fs.dead:

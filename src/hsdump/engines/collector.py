@@ -74,6 +74,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     codec: str
     shard_bytes: int
+    direct: bool = False
     commit_s: float
     attempts: int
     concurrency: int

@@ -233,6 +233,7 @@ def _options_of(terms: Terms, out: Path) -> ExtractOptions:
         retry_failed=True,  # which failures are taken again, the driver decides
         codec=terms.codec,
         shard_bytes=terms.shard_bytes,
+        direct=terms.direct,
         commit_s=terms.commit_s,
         disk_reserve=terms.disk_reserve,
         tokens_in_flight=terms.tokens_in_flight,

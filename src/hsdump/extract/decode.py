@@ -215,7 +215,9 @@ def _as_decode(manifest: Manifest) -> Manifest:
 
 
 def _open(options: ExtractOptions, path: Path, manifest: Manifest) -> StoreWriter:
-    return StoreWriter.open(path, manifest, options=WriterOptions(shard_bytes=options.shard_bytes))
+    return StoreWriter.open(
+        path, manifest, options=WriterOptions(shard_bytes=options.shard_bytes, direct=options.direct)
+    )
 
 
 def _sources(path: Path) -> frozenset[str]:

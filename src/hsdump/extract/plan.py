@@ -52,6 +52,9 @@ class ExtractOptions:
     """A URL that committed shards go to, and how much stays here."""
 
     shard_bytes: int = 1 << 30
+    direct: bool = False
+    """Write shards past the page cache."""
+
     commit_s: float = 30.0
     """Captured samples wait at most so long for their commit; a kill costs at most this much work."""
 

@@ -133,6 +133,7 @@ async def begin_collecting(lanes: Sequence[Lane], plan: ExtractPlan, options: Ex
         prompts=plan.manifest.extra,
         codec=options.codec,
         shard_bytes=options.shard_bytes,
+        direct=options.direct,
         commit_s=options.commit_s,
         attempts=options.attempts,
         concurrency=options.concurrency,
@@ -189,7 +190,7 @@ def make_session(
     """
 
     def open_store() -> StoreWriter:
-        writer_options = WriterOptions(shard_bytes=options.shard_bytes, remote=options.remote)
+        writer_options = WriterOptions(shard_bytes=options.shard_bytes, remote=options.remote, direct=options.direct)
         return StoreWriter.open(options.out, plan.manifest, options=writer_options)
 
     def read_files() -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import queue
 import shutil
@@ -79,8 +80,21 @@ class Fs:
         if large:
             _write_back.start(fd)
 
-    def write_at(self, fd: int, data: bytes, offset: int) -> None:
-        """Write bytes in place, inside what was written before."""
+    def set_direct(self, fd: int, *, on: bool) -> bool:
+        """Have a file's writes go past the page cache, or through it again.
+
+        Returns:
+            False where the file system says that it cannot; others say so at the first write (`EINVAL`).
+        """
+        try:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+        except OSError:
+            return False
+        return True
+
+    def write_at(self, fd: int, data: Any, offset: int) -> None:
+        """Write bytes at a place: in what was written before, or at its end."""
         done = 0
         while done < len(data):
             done += os.pwrite(fd, data[done:], offset + done)

@@ -21,6 +21,9 @@ class WriterOptions:
     up. `add` and `copy` fill one shard after the other in the thread that calls, whatever stands here.
     """
 
+    direct: bool = False
+    """Write large shards past the page cache; see `past_cache`."""
+
     codec_threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """States encoded at a time by a codec other than raw."""
 

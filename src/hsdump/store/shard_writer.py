@@ -19,8 +19,9 @@ from hsdump.store.format import (
     pad_bytes,
     shard_path,
 )
-from hsdump.store.fs import Fs
 from hsdump.store.manifest import Manifest
+from hsdump.store.options import WriterOptions
+from hsdump.store.past_cache import PastCache
 
 BUFFER_BYTES = 4 << 20
 """A shard up to this size is kept in memory and written in one go, with a header of its exact size."""
@@ -32,9 +33,9 @@ MAX_RESERVE_BYTES = 1 << 20
 class ShardWriter:
     """An unfinished shard: `NNNNNN.safetensors.partial` until `finish`, which does not make the new name durable."""
 
-    def __init__(self, store: Path, number: int, manifest: Manifest, fs: Fs, expected_bytes: int) -> None:
+    def __init__(self, store: Path, number: int, manifest: Manifest, options: WriterOptions) -> None:
         """Args:
-        expected_bytes: how large it will probably get, to size the header's place.
+        options: `shard_bytes` is how large it will probably get, to size the header's place.
         """
         self.number = number
         self.samples: list[SampleRecord] = []
@@ -43,10 +44,12 @@ class ShardWriter:
 
         self._path = shard_path(store, number)
         self._partial = self._path.with_name(self._path.name + PARTIAL_SUFFIX)
-        self._manifest, self._fs, self._expected_bytes = manifest, fs, expected_bytes
+        self._manifest, self._fs, self._expected_bytes = manifest, options.fs, options.shard_bytes
+        self._direct = options.direct
         self._header_bytes = len(encode_header(number, manifest, [])) + 64
         self._buffer: list[bytes] = []
         self._fd: int | None = None
+        self._past_cache: PastCache | None = None
         self._reserve: int | None = None
 
     def has_room_for(self, record: SampleRecord) -> bool:
@@ -108,6 +111,8 @@ class ShardWriter:
             self._fd = self._fs.create(self._partial)
             self._fs.write(self._fd, header + b"".join(self._buffer))
         else:
+            if self._past_cache is not None:
+                self._past_cache.end()
             self._fs.write_at(self._fd, header, 0)
         self._fs.sync(self._fd)
         self._close()
@@ -131,9 +136,11 @@ class ShardWriter:
 
     def _begin_file(self, reserve: int) -> None:
         self._fd = self._fs.create(self._partial)
-        self._fs.write(self._fd, b" " * reserve)
+        if self._direct:
+            self._past_cache = PastCache(self._fs, self._fd)
+        self._append(b" " * reserve)
         if self._buffer:
-            self._fs.write(self._fd, b"".join(self._buffer))
+            self._append(b"".join(self._buffer))
             self._buffer.clear()
 
     def _put(self, data: Any, num_bytes: int) -> None:
@@ -142,9 +149,16 @@ class ShardWriter:
         if self._fd is None:
             self._buffer.append(memoryview(data).cast("B").tobytes())
         else:
+            self._append(data)
+
+    def _append(self, data: Any) -> None:
+        assert self._fd is not None
+        if self._past_cache is not None:
+            self._past_cache.write(data)
+        else:
             self._fs.write(self._fd, data)
 
     def _close(self) -> None:
         if self._fd is not None:
-            fd, self._fd = self._fd, None
+            fd, self._fd, self._past_cache = self._fd, None, None
             self._fs.close(fd)

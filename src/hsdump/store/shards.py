@@ -123,4 +123,4 @@ class Shards:
     def _new(self) -> ShardWriter:
         self._next_number += 1
         options = self._options
-        return ShardWriter(self._path, self._next_number - 1, self._manifest, options.fs, options.shard_bytes)
+        return ShardWriter(self._path, self._next_number - 1, self._manifest, options)
