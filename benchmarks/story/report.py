@@ -90,6 +90,7 @@ def serving(steps: Steps) -> list[str]:
                 "drained_ratio",
                 "store_tokens_per_s",
                 "store_ratio",
+                "store_direct_ratio",
                 "beside_writer_ratio",
             ),
         ),

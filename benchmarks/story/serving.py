@@ -35,7 +35,7 @@ OTHER_TOKENS = "are other tokens than the served tokenizer makes"
 READINGS, STORE_READINGS = 3, 2
 """Their medians count: a small model is bound by the processor, and a reading varies by 15 %."""
 
-STORE_TIMES = 4
+STORE_TIMES = 3
 """As many tokens for a reading of the store, whose start and end weigh in a short one."""
 
 RATE_IN_FLIGHT = 64
@@ -127,8 +127,8 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
 
 
 def store_rates(story: Story, url: str, plain: str, rows: Samples) -> dict[str, list[float]]:
-    """Read the rate without capture, to a committed store, and without capture beside a process that only writes as
-    many bytes a second to the same disk: what of a store's price is the writing alone.
+    """Read the rate without capture, to a committed store (through the page cache and past it), and without capture
+    beside a process that only writes as many bytes a second to the same disk: what the writing alone costs.
     """
     flight = min(story.scale.in_flight, RATE_IN_FLIGHT)
     file = write_rows(story.work / "rates.jsonl", rows)
