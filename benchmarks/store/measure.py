@@ -169,7 +169,7 @@ def pipeline(folder: Path, repeats: int, disk_bytes_per_s: float) -> Numbers:
 
 def filling(folder: Path, repeats: int, gigabytes: float) -> Numbers:
     """Much more than one shard as fast as it can be brought: one shard after the other, several side by side as in
-    `hsdump extract`, and plain files with one and with four writers. All alternate.
+    `hsdump extract`, also past the page cache, and plain files with one and with four writers. All alternate.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
@@ -181,17 +181,20 @@ def filling(folder: Path, repeats: int, gigabytes: float) -> Numbers:
     ways: dict[str, Callable[[], int]] = {
         "add": lambda: _fill_store(store, samples, states, side_by_side=False),
         "begin_add": lambda: _fill_store(store, samples, states, side_by_side=True),
+        "begin_add, direct": lambda: _fill_store(store, samples, states, side_by_side=True, direct=True),
         "one plain file": lambda: _fill_files(files[:1], states, count),
         "four plain files": lambda: _fill_files(files, states, count),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
+    cpu_s: dict[str, list[float]] = {name: [] for name in ways}
     num_files: dict[str, int] = {}
     for number in range(repeats):
         for name in ways if number % 2 == 0 else reversed(ways):
             os.sync()
-            started = time.perf_counter()
+            started, cpu_before_s = time.perf_counter(), time.process_time()
             num_files[name] = ways[name]()
             rates[name].append(count * size / (time.perf_counter() - started) / 1e9)
+            cpu_s[name].append((time.process_time() - cpu_before_s) / (count * size / 1e9))
             shutil.rmtree(store, ignore_errors=True)
             for path in files:
                 path.unlink(missing_ok=True)
@@ -200,13 +203,16 @@ def filling(folder: Path, repeats: int, gigabytes: float) -> Numbers:
         "sample_MB": round(size / 1e6, 1),
         "GB_per_s": {name: round(statistics.median(found), 3) for name, found in rates.items()},
         "GB_per_s_min_max": {name: [round(min(found), 3), round(max(found), 3)] for name, found in rates.items()},
+        "cpu_s_a_GB": {name: round(statistics.median(found), 3) for name, found in cpu_s.items()},
         "files": num_files,
     }
 
 
-def _fill_store(path: Path, samples: list[TokenSample], states: list[np.ndarray], *, side_by_side: bool) -> int:
+def _fill_store(
+    path: Path, samples: list[TokenSample], states: list[np.ndarray], *, side_by_side: bool, direct: bool = False
+) -> int:
     on_their_way: deque[Future[bool]] = deque()
-    with StoreWriter.open(path, manifest()) as writer:
+    with StoreWriter.open(path, manifest(), options=WriterOptions(direct=direct)) as writer:
         for sample in samples:
             encoded = writer.encode(sample, states)
             if not side_by_side:

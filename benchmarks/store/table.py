@@ -70,14 +70,16 @@ def _filling(filling: dict[str, Any]) -> list[str]:
     lines = [
         "",
         f"{filling['bytes'] / 1e9:.1f} GB in samples of {filling['sample_MB']} MB, as fast as they can be brought; all",
-        "ways alternate. `hsdump extract` uses `begin_add`, everything else `add`:",
+        "ways alternate. `hsdump extract` uses `begin_add`, everything else `add`. Processor time is of",
+        "this process, without the kernel's threads that write back:",
         "",
-        "| way | GB/s | least, most | files |",
-        "|---|---|---|---|",
+        "| way | GB/s | least, most | processor seconds a GB | files |",
+        "|---|---|---|---|---|",
     ]
     for name, rate in filling["GB_per_s"].items():
         least, most = filling["GB_per_s_min_max"][name]
-        lines.append(f"| {name} | {rate} | {least}, {most} | {filling['files'][name]} |")
+        cpu_s = filling.get("cpu_s_a_GB", {}).get(name, "-")
+        lines.append(f"| {name} | {rate} | {least}, {most} | {cpu_s} | {filling['files'][name]} |")
     return lines
 
 
