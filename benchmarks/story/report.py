@@ -265,11 +265,12 @@ def pictures(story: dict[str, Any], path: Path) -> list[Path]:
     figure, axis = plt.subplots(figsize=(6, 3.6))
     for name, rates in by_position(steps).items():
         axis.plot(range(1, len(rates) + 1), rates, "o-", label=name)
-    for kind in ("sound", "layers-shifted", "rows-shifted"):
+    for kind in ("sound", "layers-shifted", "pre-norm-final", "rows-shifted"):
         if f"lesson.{kind}" in steps:
             rates = steps[f"lesson.{kind}"]["forced"]["per_position"]
             axis.plot(range(1, len(rates) + 1), rates, "x--", label=f"lesson, forced: {kind}")
     axis.set(xlabel="position in the draft", ylabel="share of drafts taken", ylim=(0, 1))
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(fontsize=8)
     written.append(save(figure, path.with_name(f"{path.stem}-acceptance.svg")))
     measured = [step for name, step in steps.items() if name.startswith("bench.steps-") and len(step["rows"]) > 1]
