@@ -333,3 +333,7 @@ SCALES["gpu-smoke"] = replace(
     prove_samples=8,
 )
 """The same widths and kernels in four minutes: whether all of it runs on a GPU, before the 25 minutes of the whole."""
+
+SCALES["gpu-rates"] = replace(SCALES["gpu"], name="gpu-rates", target_s=20, learn=4_000)
+"""The whole one's server and requests behind a target that has learned little, for what does not ask what it says: with
+`--stages target,serve` the rates of capture and store in one call of ten minutes."""
