@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import cache, partial
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -55,28 +56,36 @@ class Separately(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         while self._free and time.monotonic() - self._free[0][1] > KEPT_S:
-            await self._free.popleft()[0].aclose()
+            with contextlib.suppress(Exception):  # a stranger's end is no fault of this request
+                await self._free.popleft()[0].aclose()
         transport = self._free.pop()[0] if self._free else httpx.AsyncHTTPTransport(verify=verified(), limits=ONE)
         self._busy.add(transport)
         try:
             response = await transport.handle_async_request(request)
         except BaseException:
-            self._give_back(transport)  # httpcore has closed what was half done
+            await self.done_with(transport, again=False)
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Body(response.stream, partial(self._give_back, transport))
+        response.stream = _Body(response.stream, partial(self.done_with, transport))
         return response
 
     async def aclose(self) -> None:
-        for transport in [*self._busy, *(free for free, _ in self._free)]:
-            await transport.aclose()
+        transports = [*self._busy, *(free for free, _ in self._free)]
         self._busy.clear()
         self._free.clear()
+        for transport in transports:
+            with contextlib.suppress(Exception):
+                await transport.aclose()
 
-    def _give_back(self, transport: httpx.AsyncHTTPTransport) -> None:
-        if transport in self._busy:
-            self._busy.remove(transport)
+    async def done_with(self, transport: httpx.AsyncHTTPTransport, *, again: bool) -> None:
+        """Take a connection back, or let it go where its request did not come to its end: httpcore, cancelled in the
+        wrong moment, goes on counting a request that is gone, and the next one would wait for it.
+        """
+        self._busy.discard(transport)
+        if again:
             self._free.append((transport, time.monotonic()))
+        else:
+            await transport.aclose()
 
 
 @cache
@@ -86,17 +95,25 @@ def verified() -> ssl.SSLContext:
 
 
 class _Body(httpx.AsyncByteStream):
-    """A response's body that says when it is over."""
+    """A response's body that says when it is over, and whether it was read to its end."""
 
-    def __init__(self, body: httpx.AsyncByteStream, done: Callable[[], None]) -> None:
-        self._body, self._done = body, done
+    def __init__(self, body: httpx.AsyncByteStream, done: Callable[..., Awaitable[None]]) -> None:
+        self._body = body
+        self._done: Callable[..., Awaitable[None]] | None = done
+        self._is_whole = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for part in self._body:
             yield part
+        self._is_whole = True
 
     async def aclose(self) -> None:
+        done, self._done = self._done, None
+        if done is None:
+            return
         try:
             await self._body.aclose()
-        finally:
-            self._done()
+        except BaseException:
+            await done(again=False)
+            raise
+        await done(again=self._is_whole)

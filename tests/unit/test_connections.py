@@ -91,20 +91,45 @@ def test_an_idle_connection_is_closed_before_the_server_closes_it(monkeypatch: p
     with_server(test)
 
 
-def test_a_request_that_was_given_up_leaves_no_connection_that_waits_for_its_answer() -> None:
+@pytest.mark.parametrize("used_before", [False, True], ids=["new connection", "used connection"])
+@pytest.mark.parametrize("second", [None, 0, 1], ids=["once", "twice at once", "twice"])
+def test_a_request_that_is_given_up_at_any_moment_is_in_nobodys_way(used_before: bool, second: int | None) -> None:
+    async def test(server: CountingServer, client: httpx.AsyncClient) -> None:
+        for passes in range(70):
+            if used_before:
+                await client.get("/")
+            given_up = asyncio.create_task(client.get("/"))
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            given_up.cancel()
+            if second is not None:
+                for _ in range(second):
+                    await asyncio.sleep(0)
+                given_up.cancel()
+            await asyncio.gather(given_up, return_exceptions=True)
+            assert (await client.get("/", timeout=2)).text == "ok", passes
+
+    with_server(test)
+
+
+def test_a_request_that_took_too_long_leaves_no_connection_that_waits_for_its_answer() -> None:
     async def test(server: CountingServer, client: httpx.AsyncClient) -> None:
         server.let.clear()
-        given_up = asyncio.create_task(client.get("/"))
-        while not server.accepted:
-            await asyncio.sleep(0.01)
-        given_up.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await given_up
         with pytest.raises(httpx.ReadTimeout):
             await client.get("/", timeout=0.05)
         server.let.set()
         assert [(await client.get("/")).text for _ in range(3)] == ["ok"] * 3
-        assert server.accepted == 3
+        assert server.accepted == 2
+
+    with_server(test)
+
+
+def test_a_body_that_is_left_early_takes_its_connection_along() -> None:
+    async def test(server: CountingServer, client: httpx.AsyncClient) -> None:
+        async with client.stream("GET", "/"):
+            pass
+        assert (await client.get("/")).text == "ok"
+        assert server.accepted == 2
 
     with_server(test)
 
