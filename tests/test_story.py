@@ -27,6 +27,7 @@ from benchmarks.story import bench, drafting, lesson, report, run, serving, targ
 from benchmarks.story.scale import SCALES
 from benchmarks.story.state import CLEANING, OutOfTime, StepFailed, Stopped, Story, write
 from benchmarks.story.together import together
+from benchmarks.story.writer import writing
 from benchmarks.train import smoke, speed, variants
 
 from hsdump.store import Store
@@ -204,8 +205,33 @@ def test_where_outputs_part_the_two_logits_say_how_near_a_tie_it_was(url: str) -
     found = bench.lossless(f"{url}/spec", f"{url}/plain", [[7], [8]], 3)
     assert (found["identical"], found["differing_at_a_near_tie"], found["differing_otherwise"]) == (1, 1, 0)
     assert found["parted"] == [
-        {"prompt": 1, "place": 2, "tokens": [3, 9], "logprobs": [-0.6, -0.7], "margin": pytest.approx(0.1)}
+        {
+            "prompt": 1,
+            "place": 2,
+            "chosen": [9, 3],
+            "tokens": [3, 9],
+            "logprobs": [-0.6, -0.7],
+            "margin": pytest.approx(0.1),
+        }
     ]
+
+
+def test_a_token_that_is_not_among_the_likeliest_is_no_tie(url: str) -> None:
+    assert bench.how_near(f"{url}/plain", [8, 1, 2], [9, 3])["margin"] == pytest.approx(0.1)
+    assert bench.how_near(f"{url}/plain", [8, 1, 2], [3, 17])["margin"] is None
+    assert bench.how_near(f"{url}/plain", [8, 1, 2], [None, 3])["margin"] is None
+
+
+def test_what_only_writes_says_how_much_it_wrote_and_leaves_nothing(tmp_path: Path) -> None:
+    with writing(tmp_path / "written", 64e6) as written:
+        until = time.monotonic() + 30
+        while not any(path.stat().st_size for path in (tmp_path / "written").iterdir()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    assert written.bytes_per_s > 0
+    assert not (tmp_path / "written").exists()
+    command = [sys.executable, "-m", "benchmarks.story.writer", str(tmp_path / "not-there"), "1e6"]
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode != 0
 
 
 def test_the_arithmetic_of_a_gain() -> None:

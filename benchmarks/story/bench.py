@@ -27,6 +27,9 @@ LONG_S, SHORT_S, LOSSLESS_S = 130.0, 60.0, 50.0
 NEAR_TIE = 0.25
 """Four steps of bfloat16 between 8 and 16, where the largest logits lie: closer ones are decided by rounding."""
 
+LIKELIEST = 8
+"""Tokens looked at where outputs part."""
+
 Tokens = list[int]
 
 
@@ -135,8 +138,8 @@ def compare(story: Story, step: str, drafting: str, plain: str, near_tie: float 
 def lossless(
     url: str, plain: str, prompts: Sequence[Tokens], new_tokens: int, near_tie: float = NEAR_TIE
 ) -> dict[str, Any]:
-    """Compare greedy outputs token by token, one request at a time; where two part, the plain server's best logits
-    say how near: by at most `near_tie` it is a near tie.
+    """Compare greedy outputs token by token, one request at a time; where two part, the plain server's logits of both
+    tokens say how near they are to its best: by at most `near_tie` it is a near tie.
     """
 
     async def each_its_own() -> list[list[dict[str, Any]]]:
@@ -148,7 +151,10 @@ def lossless(
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if one != other:
             place = first_difference(one, other)
-            parted.append({"prompt": number, "place": place, **two_best(plain, [*prompts[number], *other[:place]])})
+            chosen = [tokens[place] if place < len(tokens) else None for tokens in (one, other)]
+            parted.append(
+                {"prompt": number, "place": place, **how_near(plain, [*prompts[number], *other[:place]], chosen)}
+            )
     near = [one for one in parted if one["margin"] is not None and one["margin"] <= near_tie]
     equal = len(prompts) - len(parted)
     return {
@@ -168,13 +174,16 @@ def first_difference(one: Tokens, other: Tokens) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def two_best(url: str, ids: Tokens) -> dict[str, Any]:
-    """Ask for the two likeliest next tokens; their log-probabilities differ as their logits do."""
-    [reply] = asyncio.run(answers(url, [ids], 1, 1, return_logprob=True, top_logprobs_num=2))
-    best = reply["meta_info"]["output_top_logprobs"][0]
-    logits = [round(float(entry[0]), 4) for entry in best]
-    margin = round(logits[0] - logits[1], 4) if len(logits) > 1 else None
-    return {"tokens": [int(entry[1]) for entry in best], "logprobs": logits, "margin": margin}
+def how_near(url: str, ids: Tokens, chosen: Sequence[int | None]) -> dict[str, Any]:
+    """Ask for the likeliest next tokens, whose log-probabilities differ as their logits do: how far below the best the
+    lower one of those chosen with and without drafts is. None where one of them is not even among the likeliest.
+    """
+    [reply] = asyncio.run(answers(url, [ids], 1, 1, return_logprob=True, top_logprobs_num=LIKELIEST))
+    best = {int(entry[1]): round(float(entry[0]), 4) for entry in reply["meta_info"]["output_top_logprobs"][0]}
+    found = [best[token] for token in chosen if token in best]
+    margin = round(max(best.values()) - min(found), 4) if len(found) == len(chosen) else None
+    two = dict(list(best.items())[:2])
+    return {"chosen": list(chosen), "tokens": list(two), "logprobs": list(two.values()), "margin": margin}
 
 
 def evaluate(story: Story, steps: int) -> dict[str, Any]:

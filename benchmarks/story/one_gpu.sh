@@ -5,8 +5,9 @@
 #
 #   benchmarks/story/one_gpu.sh OUT WORK SECONDS [STAGES]
 #
-# STAGES: of the story, behind the drafter and alone [default: bench; target: none, that one is done by then]. STORY_OPTIONS: of benchmarks.story.run [default:
-# --device cuda]. Exit codes as benchmarks.story.run: 0 all is done, 4 call again, 1 a step failed. All figures: OUT/story.
+# STAGES: of the story, that have the GPU alone behind the drafter [default: bench; where there shall be none, name one that
+# is done by then: target]. STORY_OPTIONS: of benchmarks.story.run [default: --device cuda]. Exit codes as
+# benchmarks.story.run: 0 all is done, 4 call again, 1 a step failed. All figures: OUT/story.
 set -u
 out=$1 work=$2 end=$((SECONDS + $3)) stages=${4:-bench}
 read -ra options <<<"${STORY_OPTIONS:---device cuda}"
@@ -23,7 +24,7 @@ call() { # NAME STAGES [OPTIONS...]
 
 story() { # STAGES
   call story "$1"
-  codes+=($?)
+  last=$?
 }
 
 lesson() { # and, when there is a drafter, its outputs where servers round less
@@ -69,8 +70,12 @@ gather
 story "target,serve,draft,rounding,$stages" # what is left of all, and every figure in OUT/story
 tail -n 12 "$out"/*.log
 code=0
-for one in "${codes[@]}"; do
-  [ "$one" -eq 0 ] || [ $code -eq 1 ] || code=$one
+for one in ${codes[@]+"${codes[@]}"} "$last"; do # the last look at the whole story says what is left or failed of it
+  case $one in
+    0) ;;
+    4) [ $code -ne 0 ] || code=4 ;;
+    *) code=1 ;;
+  esac
 done
-echo "exit codes: ${codes[*]}"
+echo "exit codes: ${codes[*]-} and $last"
 exit $code

@@ -20,6 +20,7 @@ from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, S
 from hsdump.errors import HsdumpError, ServerError, UsageError
 from hsdump.extract import lanes
 from hsdump.extract.collector_http import check_address
+from hsdump.extract.events import Events
 from hsdump.extract.finite import first_non_finite
 from hsdump.extract.lanes import SICK_AFTER
 from hsdump.extract.only import read_names
@@ -359,6 +360,62 @@ def test_a_server_that_was_left_to_be_looked_at_is_looked_at_as_soon_as_it_is_em
     state = run(tmp_path, {"a": Suspicious()}, count=40, concurrency=4)
     assert (state.exit_code(), state.committed) == (0, 40)
     assert looks == [4, 0]
+
+
+@pytest.mark.parametrize("ends", ["before the look", "during the look"])
+def test_a_request_of_ours_that_ends_with_a_look_is_nobody_elses(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(lanes, "SETTLED_S", 0.2)
+    cost = lanes.Cost(10, 1000)
+
+    class Late(ScriptedEngine):
+        """Says what was there a moment ago."""
+
+        looks = 0
+
+        async def load(self) -> ServerLoad | None:
+            self.looks += 1
+            if self.looks == 2:
+                lane.end(cost)
+            return ServerLoad(running=int(self.looks <= 2 or lane.settles_in_s > 0), waiting=0)
+
+    async def run_a_while() -> None:
+        fleet.start()
+        lane.begin(cost)
+        if ends == "before the look":
+            lane.end(cost)
+            lane.state.in_flight = 0
+            engine.looks = 2
+        while engine.looks < 6:
+            await asyncio.sleep(0.01)
+            assert lane.courtesy.others == 0
+            assert not lane.courtesy.is_live
+        await fleet.close()
+
+    engine = Late()
+    lane = lanes.Lane("a", engine, INFO, lanes.FleetLimits())
+    fleet = lanes.Fleet([lane], INFO, "unknown", lanes.FleetLimits(), Events())
+    asyncio.run(asyncio.wait_for(run_a_while(), 30))
+
+
+def test_a_server_that_stops_saying_how_busy_it_is_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mute(ScriptedEngine):
+        looks = 0
+
+        async def load(self) -> ServerLoad | None:
+            self.looks += 1
+            return ServerLoad(running=5, waiting=0) if self.looks == 1 else None
+
+        async def capture(self, request: CaptureRequest) -> CapturedSample:
+            while not self.looks:
+                await asyncio.sleep(0.01)
+            return await super().capture(request)
+
+    monkeypatch.setattr(lanes, "LOOK_EVERY_S", 0.02)
+    state = run(tmp_path, {"a": Mute()}, count=20, concurrency=2)
+    assert (state.exit_code(), state.committed) == (0, 20)
 
 
 def test_names_and_servers_are_read(tmp_path: Path) -> None:

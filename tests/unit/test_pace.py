@@ -124,3 +124,11 @@ def test_a_share_of_one_never_steps_back() -> None:
     courtesy = Courtesy(1.0, Clock())
     courtesy.see(ServerLoad(running=5, waiting=5), ours=0)
     assert courtesy.wait_s(in_flight=3) == 0
+
+
+def test_who_takes_no_notice_of_others_is_not_kept_waiting_for_a_look() -> None:
+    clock = Clock()
+    courtesy = Courtesy(1.0, clock)
+    courtesy.see(ServerLoad(running=3, waiting=0), 1)
+    assert not courtesy.is_probing
+    assert courtesy.wait_s(1) == 0

@@ -32,7 +32,8 @@ until a handshake, which captures, succeeds."""
 
 LOOK_EVERY_S = 0.5
 SETTLED_S = 0.05
-"""After the last request of ours: a server publishes that it is idle in its next pass, a few milliseconds later."""
+"""A server publishes that it is idle in its next pass, a few milliseconds after the last request of ours. What it says
+before may be of that one."""
 
 STALLED_AFTER = 3
 """Times in a row that a server did not say how busy it is."""
@@ -111,6 +112,7 @@ class Lane:
         self.empty = asyncio.Event()
         """Nothing of ours is there any more, as a look at the server wants it."""
 
+        self.empty_since_s = -SETTLED_S
         self.away_since_s: float | None = None
         self.problem: HsdumpError | None = None
         self.failures_in_a_row = 0
@@ -119,6 +121,11 @@ class Lane:
     @property
     def budget(self) -> int:
         return self.state.spool_bytes or EMBEDDED_BUDGET
+
+    @property
+    def settles_in_s(self) -> float:
+        """Seconds until what the server says of itself is not of our last request any more, once none is there."""
+        return max(self.empty_since_s + SETTLED_S - time.monotonic(), 0.0)
 
     def came_back(self, info: EngineInfo) -> None:
         self.info, self.problem, self.away_since_s, self.failures_in_a_row = info, None, None, 0
@@ -143,6 +150,8 @@ class Lane:
 
     def end(self, cost: Cost) -> None:
         self.state.in_flight -= 1
+        if not self.state.in_flight:
+            self.empty_since_s = time.monotonic()
         self.state.in_flight_tokens -= cost.num_tokens
         self.state.in_flight_bytes -= cost.num_bytes
 
@@ -323,6 +332,7 @@ class Fleet:
             await self._until_next_look(lane)
             if lane.state.status not in ("up", "stalled"):
                 continue
+            ours = max(lane.state.in_flight, int(lane.settles_in_s > 0))
             try:
                 load = await lane.engine.load()
             except ServerAway as error:
@@ -337,8 +347,10 @@ class Fleet:
             if lane.state.status == "stalled" and lane.info is not None:
                 lane.came_back(lane.info)
                 self._events("server-back", server=lane.state.name)
-            if load is not None:
-                lane.courtesy.see(load, lane.state.in_flight)
+            if load is None:
+                lane.courtesy.see_nothing()
+            else:
+                lane.courtesy.see(load, max(ours, lane.state.in_flight))
                 lane.state.others, lane.state.stepping_back = lane.courtesy.others, lane.courtesy.is_live
             self._notify()
 
@@ -346,8 +358,9 @@ class Fleet:
         """Wait for the next time, or for the moment that nothing of ours is there: the server idles until then."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(lane.empty.wait(), LOOK_EVERY_S)
-            await asyncio.sleep(SETTLED_S)
         lane.empty.clear()
+        if lane.courtesy.is_probing and not lane.state.in_flight:
+            await asyncio.sleep(lane.settles_in_s)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -70,7 +70,7 @@ class Courtesy:
     @property
     def is_probing(self) -> bool:
         """Nothing of ours is sent until the server was looked at without."""
-        return self._probing
+        return self._share < 1 and self._probing
 
     @property
     def is_live(self) -> bool:
@@ -96,6 +96,10 @@ class Courtesy:
         elif (load.running or queued) and not self.is_live and now_s >= self._next_probe_s:
             self._probing = True  # until ours are through, so that the next look shows who else is there
 
+    def see_nothing(self) -> None:
+        """Take note that the server does not say how busy it is: nothing is waited for."""
+        self._probing = False
+
     def finished(self, seconds: float) -> None:
         """Take note that a request of ours took so long."""
         if self.is_live:
@@ -103,7 +107,7 @@ class Courtesy:
 
     def wait_s(self, in_flight: int) -> float:
         """Give the seconds until another request may be sent, 0 for now."""
-        if self._share < 1 and self._probing:
+        if self.is_probing:
             return LIVE_HOLD_S
         if not self.is_live:
             return 0.0

@@ -84,12 +84,14 @@ class Fs:
         """Have a file's writes go past the page cache, or through it again.
 
         Returns:
-            False where the file system says that it cannot; others say so at the first write (`EINVAL`).
+            False where the file system says that it has no such writes; others say so at the first one (`EINVAL`).
         """
         try:
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
         except OSError:
+            if not on:
+                raise
             return False
         return True
 

@@ -19,6 +19,9 @@ BLOCK_BYTES = 8 << 20
 """Written at a time, at multiples of it: every disk's own blocks divide it. Large enough for one write to keep a disk
 busy, small enough for several shards at a time."""
 
+REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}
+"""What file systems say that take the flag and have no such writes."""
+
 
 @final
 class PastCache:
@@ -56,7 +59,7 @@ class PastCache:
         try:
             self._fs.write_at(self._fd, block, self._written)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._direct:
+            if error.errno not in REFUSED or not self._direct:
                 raise
             self._through_cache()
             self._fs.write_at(self._fd, block, self._written)  # at the same place, whatever was written of it
