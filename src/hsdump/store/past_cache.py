@@ -1,8 +1,8 @@
-"""Writes a shard past the page cache: a fifth of the processor time, and what else the host keeps there stays.
+"""Writes a shard past the page cache: half of the processor time, and what else the host keeps there stays.
 
-The kernel's copy into the cache takes 2 ms of processor time a megabyte on a small virtual machine, and its write-back
-some more in threads of its own; 900 GiB that go through it also push out everything that a server beside it has there.
-Instead bytes are collected in aligned memory and handed to the disk from there.
+The kernel's copy into the cache takes 1 to 2 s of processor time a gigabyte on a small virtual machine, and its
+write-back some more in threads of its own; 900 GiB that go through it also push out everything that a server beside it
+has there. Instead bytes are collected in aligned memory and handed to the disk from there.
 """
 
 from __future__ import annotations
