@@ -23,8 +23,8 @@ def rounding_stage(story: Story) -> None:
     steps, starts = story.scale.steps[0], {}
     for name, way in ways.items():
         plain_flags, eagle_flags = (*story.scale.bench_flags, *way.flags), (*bench.flags(story, steps), *way.flags)
-        starts[f"{name} plain"] = partial(story.serve, f"plain-{name}", *plain_flags, env=way.env)
-        starts[f"{name} eagle"] = partial(story.serve, f"eagle-{name}", *eagle_flags, env=way.env)
+        starts[f"{name} plain"] = partial(story.serve, f"plain-{name}", *plain_flags)
+        starts[f"{name} eagle"] = partial(story.serve, f"eagle-{name}", *eagle_flags)
     at_once = len(starts) if story.device == "cuda" else 1
     with together(starts, at_once=at_once, note=story.note) as urls:
         for name, way in ways.items():

@@ -20,7 +20,6 @@ class Rounding:
     flags: tuple[str, ...]
     """SGLang's options."""
 
-    env: Mapping[str, str] = field(default_factory=dict)
     near_tie: float
     """Logits that are this close may change places."""
 

@@ -116,12 +116,13 @@ def rates(story: Story, url: str, plain: str) -> dict[str, Any]:
     long = some + [row for number in range(STORE_TIMES - 1) for row in again(samples, number, some)]
     found |= store_rates(story, url, plain, long)
     middle = {name: round(median(values), 1) for name, values in found.items()}
+    written = middle.pop("writer_bytes_per_s")
     return {
         "samples": len(some),
         "row_tokens": len(some[0]),
         "tokens": int(sum(map(len, some))),
         "readings": {name: [round(value, 1) for value in values] for name, values in found.items()},
-        "writer_bytes_per_s": middle.pop("writer_bytes_per_s"),
+        "writer_bytes_per_s": written,
         **{f"{name}_tokens_per_s": value for name, value in middle.items()},
         "capture_on_ratio": round(middle["capture_on"] / middle["plain"], 4),
         "drained_ratio": round(middle["drained"] / middle["plain"], 4),

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -250,16 +250,14 @@ class Story:
         seconds = round(time.monotonic() - begin, 2)
         return {**json.loads(output.getvalue()), "exit_code": code, "command_seconds": seconds}
 
-    def serve(
-        self, name: str, *flags: str, capture: bool = False, layers: str = "auto", env: Mapping[str, str] | None = None
-    ) -> AbstractContextManager[str]:
+    def serve(self, name: str, *flags: str, capture: bool = False, layers: str = "auto") -> AbstractContextManager[str]:
         """Run one real SGLang with the target's weights, through `hsdump serve` or plain; gives its URL."""
         base = [*self.scale.server_flags, *flags]
         serve = None
         if capture:
             serve = ["--layers", layers, "--spool-bytes", str(self.scale.spool_bytes)]
         wait_s = min(self.left(), START_S[self.device])
-        return server(self.target, name, self.model, base, serve=serve, env=dict(env or {}), wait_s=max(wait_s, 1.0))
+        return server(self.target, name, self.model, base, serve=serve, wait_s=max(wait_s, 1.0))
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

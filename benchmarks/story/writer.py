@@ -31,8 +31,8 @@ class Written:
 
 
 def write(folder: Path, bytes_per_s: float) -> None:
-    """Write files one after the other in each of a few threads, each made durable and then removed, until this process
-    is stopped or its parent is gone; print how many bytes that were.
+    """Write files one after the other in each of a few threads, each made durable and then overwritten, until this
+    process is stopped or its parent is gone; print how many bytes that were.
     """
     stop, parent = threading.Event(), os.getppid()
     written = [0] * THREADS

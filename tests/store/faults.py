@@ -76,8 +76,8 @@ class FaultyFs(Fs):
     def write_at(self, fd: int, data: Any, offset: int) -> None:
         # Bytes inside a synced file that are overwritten in place would need more than a length to be modelled.
         assert self._synced_bytes[self._paths[fd]] == 0
-        in_blocks = fd in self._direct_files
-        torn = self.random.randint(0, len(data)) // (4096 if in_blocks else 1) * (4096 if in_blocks else 1)
+        unit = 4096 if fd in self._direct_files else 1
+        torn = self.random.randint(0, len(data)) // unit * unit
         self._step(lambda: Fs.write_at(self, fd, data[:torn], offset))
         super().write_at(fd, data, offset)
 

@@ -152,6 +152,8 @@ class Lane:
         self.state.in_flight -= 1
         if not self.state.in_flight:
             self.empty_since_s = time.monotonic()
+            if self.courtesy.is_probing:
+                self.empty.set()
         self.state.in_flight_tokens -= cost.num_tokens
         self.state.in_flight_bytes -= cost.num_bytes
 
@@ -232,8 +234,6 @@ class Fleet:
         lane.end(cost)
         lane.reserved = False
         lane.courtesy.finished(seconds)
-        if lane.courtesy.is_probing and lane.state.in_flight == 0:
-            lane.empty.set()
         self._notify()
 
     def succeeded(self, lane: Lane, cost: Cost) -> None:
