@@ -107,7 +107,14 @@ def serving(steps: Steps) -> list[str]:
         found = steps["serve.detach"]
         rows.append(["serve.detach", "proofs", "; ".join(found.get("proofs") or found.get("words") or [])])
     words = steps.get("serve.prove", {}).get("words", [])
-    return ["", "## Served, captured, proved", *table(["step", "figure", ""], rows), *(f"- {word}" for word in words)]
+    lines = ["", "## Served, captured, proved", *table(["step", "figure", ""], rows), *(f"- {word}" for word in words)]
+    readings = dict(steps.get("serve.rates", {}).get("readings", {}))
+    readings.pop("writer_bytes_per_s", None)
+    if readings:
+        shown = [[name, "; ".join(f"{value:,.0f}" for value in values)] for name, values in readings.items()]
+        lines += ["", "Each reading, in the order in which it was taken; the ratios are of medians:"]
+        lines += table(["reading", "tokens/s"], shown)
+    return lines
 
 
 def drafting(steps: Steps) -> list[str]:
@@ -269,10 +276,11 @@ def pictures(story: dict[str, Any], path: Path) -> list[Path]:
         if f"lesson.{kind}" in steps:
             rates = steps[f"lesson.{kind}"]["forced"]["per_position"]
             axis.plot(range(1, len(rates) + 1), rates, "x--", label=f"lesson, forced: {kind}")
-    axis.set(xlabel="position in the draft", ylabel="share of drafts taken", ylim=(0, 1))
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(fontsize=8)
-    written.append(save(figure, path.with_name(f"{path.stem}-acceptance.svg")))
+    if axis.lines:
+        axis.set(xlabel="position in the draft", ylabel="share of drafts taken", ylim=(0, 1))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.legend(fontsize=8)
+        written.append(save(figure, path.with_name(f"{path.stem}-acceptance.svg")))
     measured = [step for name, step in steps.items() if name.startswith("bench.steps-") and len(step["rows"]) > 1]
     if measured:
         rows = measured[0]["rows"]
