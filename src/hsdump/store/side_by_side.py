@@ -107,6 +107,7 @@ class SideBySide:
 
         On an error too, no shard is under way any more.
         """
+        wait([one.last for one in fillings if one.last is not None])  # one that failed keeps all others from a name
         if len(fillings) < 2:
             return [self._finish_one(one) for one in fillings]
         if self._finishers is None:
