@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from hsdump.extract.keeper import NOTE_THREAD
 from hsdump.store.fs import Fs
 from hsdump.store.side_by_side import COMMIT_THREAD, FILL_THREAD
 
@@ -44,6 +45,10 @@ class FaultyFs(Fs):
         """The same for threads that fill shards side by side."""
 
         self.fill_gate.set()
+        self.note_gate = threading.Event()
+        """The same for the thread of a run that notes where samples are."""
+
+        self.note_gate.set()
         self._lock = threading.Lock()
         self._paths: dict[int, Path] = {}
         self._synced_bytes: dict[Path, int] = {}
@@ -117,10 +122,10 @@ class FaultyFs(Fs):
         self._step()
 
     def _step(self, tear: Any = None) -> None:
-        if threading.current_thread().name.startswith(COMMIT_THREAD):
-            assert self.gate.wait(60), "nobody let the commit go on"
-        if threading.current_thread().name.startswith(FILL_THREAD):
-            assert self.fill_gate.wait(60), "nobody let the filling go on"
+        gates = {COMMIT_THREAD: self.gate, FILL_THREAD: self.fill_gate, NOTE_THREAD: self.note_gate}
+        for name, gate in gates.items():
+            if threading.current_thread().name.startswith(name):
+                assert gate.wait(60), f"nobody let {name} go on"
         with self._lock:  # of several threads one meets the fuse
             if self.dead:
                 raise Crash

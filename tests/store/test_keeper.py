@@ -18,7 +18,7 @@ from hsdump.errors import StoreError
 from hsdump.extract.keeper import Keeper
 from hsdump.extract.plan import ExtractOptions, ExtractPlan
 from hsdump.extract.state import RunState
-from hsdump.store import StoreWriter, WriterOptions, shard_writer, side_by_side
+from hsdump.store import Store, StoreWriter, WriterOptions, shard_writer, side_by_side
 from tests.store.faults import FaultyFs
 from tests.store.making import Made, assert_holds, make_manifest, make_sample
 
@@ -150,6 +150,48 @@ async def test_a_slow_commit_holds_samples_back_and_nothing_else(run: Run) -> No
     keeper.shut_down()
     assert run.state.committed == 12
     assert_holds(run.path, made)
+
+
+@in_a_loop
+async def test_an_index_that_waits_for_the_disk_holds_no_sample_back(run: Run) -> None:
+    made, keeper = made_of(4), run.keeper()
+    await keeper.open()
+    run.fs.note_gate.clear()
+    keeper.note(made[0].sample, "sent", "an-id")
+    failing = keeper.fail(make_sample(99, MANIFEST, num_tokens=45).sample, "reason", "", attempts=1)
+    waiting = [asyncio.create_task(keeper.tick()), asyncio.create_task(failing)]
+    await asyncio.wait_for(asyncio.gather(*keeping(run, keeper, made)), 30)
+    assert sorted(run.released) == list(range(4))
+    assert not any(task.done() for task in waiting)
+    run.fs.note_gate.set()
+    await asyncio.gather(*waiting)
+    await keeper.close()
+    keeper.shut_down()
+    assert (run.state.committed, run.state.failed) == (4, {"reason": 1})
+    assert_holds(run.path, made)
+
+
+@in_a_loop
+async def test_a_sample_that_is_committed_or_failed_has_no_note_any_more(run: Run) -> None:
+    run.commit_s = 0.0
+    made, keeper = made_of(3), run.keeper()
+    await keeper.open()
+    await keeper.keep(made[0].sample, run.captured(0, made[0]), 1)
+    await until(lambda: keeper.is_safe(made[0].sample.key))
+    for one in made:
+        keeper.note(one.sample, "captured")  # of the first as if its commit had come while it was written
+    run.fs.note_gate.clear()
+    failing = asyncio.create_task(keeper.fail(made[1].sample, "reason", "", attempts=1))
+    ticking = asyncio.create_task(keeper.tick())
+    await asyncio.sleep(0.05)
+    run.fs.note_gate.set()
+    await asyncio.gather(ticking, failing)
+    with Store(run.path) as store:
+        assert [row.key for row in store.requests()] == [made[2].sample.key]
+    await keeper.close()
+    keeper.shut_down()
+    with Store(run.path) as store:
+        assert store.requests() == []
 
 
 @in_a_loop

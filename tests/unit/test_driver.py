@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,8 +22,9 @@ from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, S
 from hsdump.errors import HsdumpError, ServerError, UsageError
 from hsdump.extract import lanes
 from hsdump.extract.collector_http import check_address
-from hsdump.extract.events import Events
+from hsdump.extract.events import Events, JsonLog
 from hsdump.extract.finite import first_non_finite
+from hsdump.extract.heartbeat import Heartbeat
 from hsdump.extract.lanes import SICK_AFTER
 from hsdump.extract.only import read_names
 from hsdump.extract.plan import ExtractOptions
@@ -29,6 +32,7 @@ from hsdump.extract.session import read_endpoints, shake_hands
 from hsdump.extract.state import RunState
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.store import Store
+from hsdump.store.format import RUN_NAME
 
 SHAPE = StateShape(layers=(1, 2, 3), hidden_size=8, dtype="bfloat16", final_state="post_norm")
 INFO = EngineInfo(
@@ -77,7 +81,10 @@ class ScriptedEngine:
                 self.script(request, before)
         finally:
             self.together -= 1
-        return CapturedSample(token_ids=request.input_ids, states=self.states(len(request.input_ids)))
+        in_spool = isinstance(self.info, EngineInfo) and self.info.spool_max_bytes is not None
+        return CapturedSample(
+            token_ids=request.input_ids, states=self.states(len(request.input_ids)), in_spool=in_spool
+        )
 
     async def reconnect(self) -> EngineInfo:
         info = self.handshake()
@@ -376,14 +383,14 @@ def test_a_request_of_ours_that_ends_with_a_look_is_nobody_elses(ends: str, monk
         async def load(self) -> ServerLoad | None:
             self.looks += 1
             if self.looks == 2:
-                lane.end(cost)
+                lane.answered(cost)
             return ServerLoad(running=int(self.looks <= 2 or lane.settles_in_s > 0), waiting=0)
 
     async def run_a_while() -> None:
         fleet.start()
         lane.begin(cost)
         if ends == "before the look":
-            lane.end(cost)
+            lane.answered(cost)
             lane.state.in_flight = 0
             engine.looks = 2
         while engine.looks < 6:
@@ -522,7 +529,45 @@ def test_numbers_for_prometheus_end_with_the_run() -> None:
 
 
 def test_a_log_that_cannot_be_written_is_said_before_anything_starts(tmp_path: Path) -> None:
-    from hsdump.extract.events import JsonLog
-
     with pytest.raises(UsageError, match="--json-log"):
         JsonLog(tmp_path)
+
+
+def test_a_full_disk_ends_the_json_log_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    log = JsonLog(Path("/dev/full"))
+    for _ in range(3):
+        log("progress", {})
+    log.close()
+    assert capfd.readouterr().err.count("--json-log /dev/full ends here: No space left on device") == 1
+
+
+def test_a_name_that_is_no_utf8_does_not_end_the_json_log(tmp_path: Path) -> None:
+    log = JsonLog(tmp_path / "log")
+    log("started", {"store": os.fsdecode(b"/data/\xff")})
+    log.close()
+    assert json.loads((tmp_path / "log").read_text())["event"] == "started"
+
+
+def test_a_slow_disk_holds_neither_the_run_nor_its_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, disk_answers = RunState(), threading.Event()
+    state.is_open = True
+    heartbeat = Heartbeat(tmp_path, state)
+    replace_file = Path.replace
+
+    def slow(self: Path, target: Path) -> Path:
+        assert disk_answers.wait(30)
+        return replace_file(self, target)
+
+    async def beat() -> None:
+        beating = asyncio.create_task(heartbeat.beat())
+        await asyncio.sleep(0.1)  # the loop goes on
+        beating.cancel()
+        state.captured = 7
+        threading.Timer(0.1, disk_answers.set).start()
+        heartbeat.last_beat()
+        state.captured = 8
+        await heartbeat.beat()
+
+    monkeypatch.setattr(Path, "replace", slow)
+    asyncio.run(beat())
+    assert json.loads((tmp_path / RUN_NAME).read_text())["captured"] == 7

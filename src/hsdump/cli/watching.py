@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -70,14 +69,16 @@ async def run_session(engines: dict[str, Engine], options: ExtractOptions, watch
             stack.enter_context(display.shown())
             events("started", store=str(options.out), servers=[lane.state.name for lane in lanes])
             heartbeat = Heartbeat(options.out, session.state)
-            ticker = asyncio.create_task(_tick(display, heartbeat.beat, events, session.state))
+            ticker = asyncio.create_task(_tick(display, events, session.state))
+            beating = asyncio.create_task(_beat(heartbeat))
             try:
                 return await session.run()
             except asyncio.CancelledError:  # the second Ctrl-C: the report still says what there is
                 return session.state
             finally:
                 ticker.cancel()
-                heartbeat.beat()
+                beating.cancel()
+                heartbeat.last_beat()
     finally:
         if fleet is not None:
             await fleet.close()
@@ -98,13 +99,18 @@ def stop_on_signals(driver: Driver) -> None:
         loop.add_signal_handler(number, on_signal)
 
 
-async def _tick(display: LivePanel, beat: Callable[[], None], events: Events, state: RunState) -> None:
+async def _beat(heartbeat: Heartbeat) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        await heartbeat.beat()
+
+
+async def _tick(display: LivePanel, events: Events, state: RunState) -> None:
     seconds = 0
     while True:
         await asyncio.sleep(1.0)
         seconds += 1
         display.tick()
-        beat()
         if seconds % PROGRESS_EVERY == 0:
             servers = [
                 {"server": lane.name, "status": lane.status, "in_flight": lane.in_flight, "others": lane.others}

@@ -58,6 +58,9 @@ class CapturedSample:
     release: Callable[[], None] = field(default=_nothing)
     """Give the engine's memory back. Call once, when the bytes are safe elsewhere."""
 
+    in_spool: bool = False
+    """Until then the states take memory of the server's spool and none of this process."""
+
     meta: Mapping[str, Any] = field(default_factory=dict)
     """What the server said about the request: SGLang's `meta_info`, log-probabilities included."""
 

@@ -129,7 +129,7 @@ class RingCollector:
                 if _covered(waiting.spans, waiting.num_tokens) < waiting.num_tokens:
                     continue
                 assert waiting.token_ids is not None
-                found = Rows(waiting.token_ids, waiting.states, _nothing)
+                found = Rows(waiting.token_ids, waiting.states, _nothing, in_spool=False)
             with self._lock:
                 wanted = self._waiting.pop(rid, None)
             if wanted is not None:

@@ -25,3 +25,6 @@ class Rows:
     """L+1 arrays [S, H], views of shared memory until `release`."""
 
     release: Callable[[], None]
+
+    in_spool: bool = True
+    """They are that memory, and not a copy in this process."""

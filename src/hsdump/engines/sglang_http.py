@@ -251,7 +251,7 @@ class SglangEngine:
         """Hand the rows out, after the tokens that the model saw were found to be the ones that were sent."""
         assert self._info is not None
         shape = self._info.shape
-        token_ids, states, release = rows.token_ids, rows.states, rows.release
+        token_ids, states, release, in_spool = rows.token_ids, rows.states, rows.release, rows.in_spool
         del rows  # an error below must not keep the memory mapped
         try:
             self._raise_if_another()
@@ -272,7 +272,7 @@ class SglangEngine:
                 found_ids = f"row {row} is token {token_ids[row]}, expected was {expected[row]}"
             release()
             raise CaptureFailed("wrong-tokens", found_ids, transient=True)
-        return CapturedSample(token_ids=token_ids, states=states, release=release, meta=meta)
+        return CapturedSample(token_ids=token_ids, states=states, release=release, in_spool=in_spool, meta=meta)
 
     def _raise_if_another(self) -> None:
         """See that the spool is still of the server that was greeted: one that was started anew in the same place may

@@ -35,7 +35,7 @@ def say_event(shown: LivePanel, kind: str, facts: dict[str, Any]) -> None:
 def panel(state: RunState) -> RenderableType:
     """Draw everything about the run that changes."""
     table = Table.grid(padding=(0, 2))
-    table.add_row("samples", f"{state.committed} committed, {state.in_flight} in flight, {_total(state)} read so far")
+    table.add_row("samples", f"{state.committed} committed, {_on_their_way(state)}, {_total(state)} read so far")
     table.add_row("tokens", f"{state.tokens:,} at {_rate(state):,.0f}/s")
     table.add_row("written", f"{decimal(state.state_bytes)} at {decimal(int(state.state_bytes / state.seconds))}/s")
     table.add_row("left", _eta(state))
@@ -88,11 +88,16 @@ def greeting(info: EngineInfo) -> str:
     return "\n".join([*lines, *(f"  note: {note}" for note in info.notes)])
 
 
+def _on_their_way(state: RunState) -> str:
+    waiting = f", {state.waiting} waiting for the disk" if state.waiting else ""
+    return f"{state.in_flight} in flight{waiting}"
+
+
 def status_line(state: RunState) -> str:
     """Say it in one line of plain text."""
     away = [lane.name for lane in state.lanes if lane.status != "up"]
     return (
-        f"hsdump: {state.committed} committed, {state.in_flight} in flight, {_total(state)} read, "
+        f"hsdump: {state.committed} committed, {_on_their_way(state)}, {_total(state)} read, "
         f"{_rate(state):,.0f} tokens/s, {decimal(state.state_bytes)} written, {_eta(state)}{_reasons(state)}"
         f"{' [not up: ' + ', '.join(away) + ']' if away else ''}"
     )

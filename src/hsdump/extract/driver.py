@@ -6,7 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from hsdump.engines.base import CapturedSample, CaptureFailed, CaptureRequest, ServerAway
@@ -30,6 +32,10 @@ READ_AHEAD = 64
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 TICK_S = 1.0
+
+MOST_WAITING = 256
+"""Captured samples that may wait for the store, however small: each has a task and, in a spool of files, a
+descriptor."""
 
 SUSPECT_AFTER = 5
 """Server deaths under a sample after which it is sent alone: one sample that kills servers must not take the others'
@@ -56,6 +62,7 @@ class _Job:
     deaths: int = 0
     deaths_alone: int = 0
     pause_s: float = FIRST_PAUSE_S
+    has_slot: bool = True
 
 
 class Driver:
@@ -74,7 +81,16 @@ class Driver:
         self._keeper, self.state, self._events = keeper, state, events
         state.engine = plan.info
         state.lanes = [lane.state for lane in fleet.lanes]
-        self._slots = asyncio.Semaphore(fleet.limits.concurrency * len(fleet.lanes))
+        at_once = fleet.limits.concurrency * len(fleet.lanes)
+        self._slots = asyncio.Semaphore(at_once)
+        """Until a sample takes no memory of this process any more except that of its tokens."""
+
+        self._places = asyncio.Semaphore(at_once + MOST_WAITING)
+        """Until it is in the store."""
+
+        self._kept_at_once = asyncio.Semaphore(at_once)
+        """Samples on their way into the store, which may take memory of this process there."""
+
         writes_here = isinstance(keeper, Keeper)
         self._disk = DiskGuard(options.out, options.disk_reserve) if writes_here else None
         self._only = Only(options.only)
@@ -118,14 +134,15 @@ class Driver:
         self._fleet.start()
         timer = asyncio.create_task(self._tick())
         try:
-            rows = open_rows()
-            await self._admit_all(rows if isinstance(rows, AsyncIterator) else self._ahead(rows))
-            if self._tasks:
+            try:
+                rows = open_rows()
+                await self._admit_all(rows if isinstance(rows, AsyncIterator) else self._ahead(rows))
+            except InputError as error:
+                self._end_early(self._plan.renderer_problem or error)
+            except HsdumpError as error:
+                self._end_early(error)
+            if self._tasks:  # what is answered and only waits for the store has its room there
                 await asyncio.wait(self._tasks)
-        except InputError as error:
-            self._end_early(self._plan.renderer_problem or error)
-        except HsdumpError as error:
-            self._end_early(error)
         finally:
             for task in (*self._tasks, timer):
                 task.cancel()
@@ -151,10 +168,17 @@ class Driver:
         self.stop(error.what)
 
     async def _ahead(self, rows: Rows) -> AsyncIterator[TokenSample | Skip]:
-        loop = asyncio.get_running_loop()
-        while batch := await loop.run_in_executor(self._reader_thread, _take, rows, READ_AHEAD):
-            for row in batch:
-                yield row
+        """Give rows while the next ones are read and tokenized."""
+        read = partial(asyncio.get_running_loop().run_in_executor, self._reader_thread, _take, rows, READ_AHEAD)
+        coming = read()
+        try:
+            while batch := await coming:
+                coming = read()
+                for row in batch:
+                    yield row
+        finally:
+            coming.add_done_callback(lambda late: late.cancelled() or late.exception())  # of an input nobody wants now
+            coming.cancel()
 
     async def _admit_all(self, rows: AsyncIterator[TokenSample | Skip]) -> None:
         async for row in rows:
@@ -187,6 +211,7 @@ class Driver:
             await self._keeper.fail(sample, "larger-than-spool", detail, attempts=0)
             return
         self._keeper.note(sample, "pending")
+        await self._places.acquire()
         await self._slots.acquire()
         if self._disk is not None:
             self._disk.check(len(sample.input_ids) * self._plan.shape.bytes_per_token, self.state)
@@ -220,7 +245,8 @@ class Driver:
             raise
         finally:
             self.state.in_flight_bytes -= num_bytes
-            self._slots.release()
+            self._free_slot(job)
+            self._places.release()
 
     async def _try(self, job: _Job) -> bool:
         """Send a sample once. True when it has to be sent again."""
@@ -243,7 +269,7 @@ class Driver:
         return await self._failed(job, failure)
 
     async def _send(self, lane: Lane, job: _Job) -> None:
-        """Send a sample and bring its states to the store. The lane is held until its spool has its memory back."""
+        """Send a sample and bring its states to the store. The lane's memory is held until its spool has it back."""
         sample = job.sample
         request = CaptureRequest(key=sample.key, input_ids=sample.input_ids, attempt=job.sends, sample=sample)
         self._keeper.note(job.sample, "sent", lane.engine.request_id(request), lane.state.name)
@@ -254,28 +280,50 @@ class Driver:
         try:
             try:
                 captured = await lane.engine.capture(request)
+            except BaseException:
+                self._answered(lane, job, time.monotonic() - started_s, well=False)
+                raise
+            self._answered(lane, job, time.monotonic() - started_s, well=True)
+            self._keeper.note(sample, "captured", server=lane.state.name)
+            self.state.waiting += 1
+            try:
+                await self._keep(lane, job, captured)
             finally:
-                seconds = time.monotonic() - started_s
-            await self._keep(lane, job, captured)
+                self.state.waiting -= 1
         finally:
-            self.state.in_flight -= 1
-            self.state.in_flight_tokens -= job.cost.num_tokens
-            self._fleet.give_back(lane, job.cost, seconds)
+            self._fleet.give_back(lane, job.cost)
+
+    def _answered(self, lane: Lane, job: _Job, seconds: float, *, well: bool) -> None:
+        self.state.in_flight -= 1
+        self.state.in_flight_tokens -= job.cost.num_tokens
+        self._fleet.answered(lane, job.cost, seconds, well=well)
+
+    def _free_slot(self, job: _Job) -> None:
+        if job.has_slot:
+            job.has_slot = False
+            self._slots.release()
 
     async def _keep(self, lane: Lane, job: _Job, captured: CapturedSample) -> None:
         """Raises:
         CaptureFailed: the states are not numbers.
         """
+        if captured.in_spool:
+            self._free_slot(job)
+        with ExitStack() as unless_kept:
+            unless_kept.callback(captured.release)
+            async with self._kept_at_once:
+                await self._check(captured)
+                self._fleet.succeeded(lane, job.cost)
+                self.state.captured += 1
+                unless_kept.pop_all()  # the keeper gives it back
+                await self._keeper.keep(job.sample, captured, job.tries + 1)
+
+    async def _check(self, captured: CapturedSample) -> None:
         shape, wrong = self._plan.info.shape, None
         if captured.states:  # a collector keeps them where they are
             wrong = await asyncio.to_thread(first_non_finite, shape.names, captured.states, shape.dtype)
         if wrong is not None:
-            captured.release()
             raise CaptureFailed("not-finite", f"{wrong} is NaN or infinite", transient=False)
-        self._fleet.succeeded(lane, job.cost)
-        self.state.captured += 1
-        self._keeper.note(job.sample, "captured", server=lane.state.name)
-        await self._keeper.keep(job.sample, captured, job.tries + 1)
 
     async def _server_died(self, job: _Job, away: ServerAway, *, alone: bool) -> bool:
         self.state.server_deaths += 1

@@ -1,4 +1,4 @@
-"""All of a run's work on its store, from one thread: taking states over, committing, noting where every sample is."""
+"""All of a run's work on its store: one thread takes states over and commits, another notes where every sample is."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from hsdump.store.index import RequestRow, utc_now
 
 T = TypeVar("T")
 
+NOTE_THREAD = "hsdump-notes"
 ROOM_S = 0.02
 MOST_IN_A_COMMIT = 4096
 """Samples, however small: each takes some 10 KB of memory until its commit is done, and two commits may be open."""
 
 
 class Keeper:
-    """The run's end of its store. Use from one event loop; everything slow happens in the store thread."""
+    """The run's end of its store. Use from one event loop; everything slow happens in threads."""
 
     def __init__(
         self,
@@ -39,12 +40,16 @@ class Keeper:
         events: Events,
     ) -> None:
         """Args:
-        open_store: called once, in the thread that will do all of the store's work.
+        open_store: called once, in the thread that will add and commit.
         """
         self._open_store, self._plan, self._options = open_store, plan, options
         self._state, self._events = state, events
         self._writer: StoreWriter
         self._thread = ThreadPoolExecutor(1, "hsdump-store")
+        self._note_thread = ThreadPoolExecutor(1, NOTE_THREAD)
+        """For what waits for the index: a fsync takes up to a second while the disk has shards to write, and samples
+        are handed over meanwhile."""
+
         self._failed_before: frozenset[str] = frozenset()
         self._uncommitted: dict[str, int] = {}
         self._added = 0
@@ -129,8 +134,10 @@ class Keeper:
 
     async def fail(self, sample: TokenSample, reason: str, detail: str, *, attempts: int) -> None:
         """Note durably that a sample has no states."""
-        await self._do(lambda: self._writer.record_failure(sample, reason, detail, attempts=attempts))
-        self._notes.pop(sample.key, None)
+        self._notes.pop(sample.key, None)  # first: a note written after the failure would be of a sample that is done
+        await self._do(
+            lambda: self._writer.record_failure(sample, reason, detail, attempts=attempts), self._note_thread
+        )
         self._state.add_failure(FailedSample(key=sample.key, source=sample.source, reason=reason, detail=detail))
         self._events("failed", key=sample.key, source=sample.source, reason=reason, detail=detail, attempts=attempts)
 
@@ -147,6 +154,7 @@ class Keeper:
             StoreError: the disk failed.
         """
         await self._do(self._tick)
+        await self._do(self._write_notes, self._note_thread)
 
     async def close(self) -> None:
         """Commit and let go of the store.
@@ -156,11 +164,14 @@ class Keeper:
         """
         try:
             await self._do(self._finish)
+            await self._do(self._forget_notes, self._note_thread)
         finally:
+            await asyncio.to_thread(self._note_thread.shutdown)  # it still needs the index
             await self._do(self._writer.close)
 
     def shut_down(self) -> None:
         self._thread.shutdown()
+        self._note_thread.shutdown()
 
     def _take_leftovers(self) -> list[RequestRow]:
         found = self._writer.index.requests()
@@ -186,7 +197,7 @@ class Keeper:
     async def _room(self) -> None:
         """Wait while there is enough for a commit and the one before is still under way.
 
-        Here and not in the store's thread, which also writes notes and failures down: it never stands still for a disk.
+        Here and not in the store's thread, which counts commits meanwhile.
         """
         while self._is_full() and self._is_committing():
             await asyncio.sleep(ROOM_S)
@@ -206,21 +217,16 @@ class Keeper:
         if self._uncommitted and self._is_due():
             self._begin_commit()
         self._collect()
-        self._write_notes()
 
     def _finish(self) -> None:
         keys = self._writer.commit()
         self._collect()
         self._count(keys)
-        # The run is over: what is neither committed nor failed went back to the input, however it was interrupted.
-        self._notes.clear()
-        with self._writer.index.transaction():
-            self._writer.index.clear_requests()
 
     def _begin_commit(self) -> None:
         """Have the store's second thread make durable what was captured, while the next shard fills."""
         for key in self._uncommitted:
-            self._notes.pop(key, None)  # a note written after the commit would be of a sample that is done
+            self._notes.pop(key, None)
         self._newest = self._writer.begin_commit()
         self._commits.append(self._newest)
         self._added = 0
@@ -247,11 +253,17 @@ class Keeper:
         notes, self._notes = self._notes, {}
         gone, self._gone = self._gone, set()
         if notes or gone:
-            with self._writer.index.transaction():
+            with self._writer.index.transaction(durable=False):
                 self._writer.index.set_requests(notes.values(), gone)
 
-    async def _do(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+    def _forget_notes(self) -> None:
+        """The run is over: what is neither committed nor failed went back to the input, however it was interrupted."""
+        self._notes.clear()
+        with self._writer.index.transaction():
+            self._writer.index.clear_requests()
+
+    async def _do(self, function: Callable[[], T], thread: ThreadPoolExecutor | None = None) -> T:
+        return await asyncio.get_running_loop().run_in_executor(thread or self._thread, function)
 
 
 def request_ids(rows: Iterable[RequestRow]) -> list[str]:

@@ -23,6 +23,10 @@ from hsdump.schema import EngineInfo
 SPOOL_SHARE = 0.9
 """Of the server's limit, the part that this client uses, so that its own estimate is never refused."""
 
+WAITING_SHARE = 0.5
+"""Of that, what states may take that wait for the store. A disk stands still for a second now and then, as while it
+flushes: the server goes on meanwhile."""
+
 EMBEDDED_BUDGET = 4 << 30
 """Bytes in flight when there is no spool."""
 
@@ -109,6 +113,7 @@ class Lane:
         self.courtesy = Courtesy(limits.live_share)
         self._limits = limits
         self.reserved = False
+        self._waiting_bytes = 0
         self.empty = asyncio.Event()
         """Nothing of ours is there any more, as a look at the server wants it."""
 
@@ -141,6 +146,8 @@ class Lane:
         state, limit = self.state, self._limits.tokens
         if state.in_flight >= self._limits.concurrency or state.in_flight_bytes + cost.num_bytes > self.budget:
             return False
+        if self._waiting_bytes > WAITING_SHARE * self.budget:
+            return False
         return limit is None or not state.in_flight or state.in_flight_tokens + cost.num_tokens <= limit
 
     def begin(self, cost: Cost) -> None:
@@ -148,13 +155,18 @@ class Lane:
         self.state.in_flight_tokens += cost.num_tokens
         self.state.in_flight_bytes += cost.num_bytes
 
-    def end(self, cost: Cost) -> None:
+    def answered(self, cost: Cost) -> None:
+        """The server has nothing to do with it any more, except that its spool holds the states until `end`."""
         self.state.in_flight -= 1
         if not self.state.in_flight:
             self.empty_since_s = time.monotonic()
             if self.courtesy.is_probing:
                 self.empty.set()
         self.state.in_flight_tokens -= cost.num_tokens
+        self._waiting_bytes += cost.num_bytes
+
+    def end(self, cost: Cost) -> None:
+        self._waiting_bytes -= cost.num_bytes
         self.state.in_flight_bytes -= cost.num_bytes
 
     def _set_budget(self) -> None:
@@ -229,15 +241,21 @@ class Fleet:
                 await self._wait(wait_s)
             return None
 
-    def give_back(self, lane: Lane, cost: Cost, seconds: float) -> None:
-        """Note that a request is over, one way or the other."""
-        lane.end(cost)
+    def answered(self, lane: Lane, cost: Cost, seconds: float, *, well: bool) -> None:
+        """Note that a request is over, one way or the other: there is room for another."""
+        lane.answered(cost)
+        if well:
+            lane.failures_in_a_row = 0
         lane.reserved = False
         lane.courtesy.finished(seconds)
         self._notify()
 
+    def give_back(self, lane: Lane, cost: Cost) -> None:
+        """Note that the memory of its states is free."""
+        lane.end(cost)
+        self._notify()
+
     def succeeded(self, lane: Lane, cost: Cost) -> None:
-        lane.failures_in_a_row = 0
         lane.state.captured += 1
         lane.state.tokens += cost.num_tokens
 
@@ -297,7 +315,9 @@ class Fleet:
         """Shake hands again and again, until the same server answers."""
         pause_s = FIRST_PAUSE_S
         while True:
-            if lane.state.in_flight == 0:
+            if lane.state.in_flight_bytes:  # what waits for the store is in the old server's spool
+                lane.away_since_s, pause_s = time.monotonic(), FIRST_PAUSE_S  # nobody has asked it yet
+            else:
                 try:
                     if self._take_back(lane, await lane.engine.reconnect()):
                         return

@@ -21,6 +21,7 @@ def metrics_of(state: RunState) -> Iterator[Metric]:
     yield "hsdump_server_deaths_total", "Requests whose server died under them.", state.server_deaths, {}
     yield "hsdump_samples_in_flight", "Requests on their way.", state.in_flight, {}
     yield "hsdump_tokens_in_flight", "Tokens of these.", state.in_flight_tokens, {}
+    yield "hsdump_samples_waiting", "Answered, and not in the store yet.", state.waiting, {}
     if state.to_do is not None:
         yield "hsdump_samples_to_do", "Samples left, as far as the input's size is known.", state.to_do, {}
     if state.disk_free is not None:

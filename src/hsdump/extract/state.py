@@ -82,6 +82,9 @@ class RunState:
     in_flight: int = 0
     in_flight_bytes: int = 0
     in_flight_tokens: int = 0
+    waiting: int = 0
+    """Answered, and not in the store yet."""
+
     retries: int = 0
     server_deaths: int = 0
     """Requests whose server died under them. They cost their samples no try."""

@@ -37,7 +37,7 @@ SKIPS_AT_ONCE = 1000
 @final
 class StoreWriter:
     """The only writer of a store, from `open` to `close`. Use it from one thread at a time; `is_committed` and
-    `is_known` may be asked from any, `encode` as well.
+    `is_known` may be asked from any, `encode` as well, and one other thread may call `record_failure` and the index.
     """
 
     def __init__(self, opened: OpenedStore, options: WriterOptions) -> None:
@@ -205,8 +205,10 @@ class StoreWriter:
         """
         self._check_usable()
         self._settle()
+        if self._shards:
+            return self._finish(self._shards.take(), skips=self._take_skips())
         self._flush_skips()
-        return self._finish(self._shards.take(), None) if self._shards else []
+        return []
 
     def begin_commit(self) -> Future[list[str]]:
         """Have everything added so far made durable by another thread, while the next samples are added.
@@ -222,10 +224,9 @@ class StoreWriter:
         """
         self._check_usable()
         self._settle()
-        self._flush_skips()
         if self._committer is None:
             self._committer = ThreadPoolExecutor(1, COMMIT_THREAD)
-        self._under_way = self._committer.submit(self._finish, self._shards.take(), None)
+        self._under_way = self._committer.submit(self._finish, self._shards.take(), skips=self._take_skips())
         return self._under_way
 
     def copy(self, record: SampleRecord, parts: Sequence[Any]) -> None:
@@ -263,7 +264,7 @@ class StoreWriter:
         before = [row.record.key for row in self.index.samples(number)]
         for record, parts in keep:
             self._append_copy(record, parts)
-        self._finish(self._shards.take(), (number, why))
+        self._finish(self._shards.take(), replaced=(number, why))
         if delete:
             with disk_errors(self.path):
                 recovery.delete_quarantined(self.path, number, self.fs)
@@ -284,7 +285,9 @@ class StoreWriter:
             self._shards.append(record, parts)
         self._pending.add(record.key)
 
-    def _finish(self, batch: Batch, replaced: tuple[int, Event] | None) -> list[str]:
+    def _finish(
+        self, batch: Batch, *, replaced: tuple[int, Event] | None = None, skips: Sequence[SkippedRow] = ()
+    ) -> list[str]:
         """Runs in the caller's thread or in the committer; never in both at once."""
         with self._health.all_or_broken():
             headers = self._shards.finish(batch)
@@ -299,6 +302,7 @@ class StoreWriter:
                     self.index.add_event(replaced[1])
                 for header, header_bytes in headers:
                     self.index.add_shard(header, header_bytes)
+                self.index.add_skips(skips)
         keys = batch.keys
         self._shards.finished()
         self._committed.update(keys)  # before they leave `_pending`, so that another thread always knows them
@@ -393,8 +397,11 @@ class StoreWriter:
         if self._uploader is not None:
             self._uploader.check()
 
+    def _take_skips(self) -> list[SkippedRow]:
+        skips, self._skips = self._skips, []
+        return skips
+
     def _flush_skips(self) -> None:
-        if self._skips:
+        if skips := self._take_skips():
             with self._health.all_or_broken(), self.index.transaction():
-                self.index.add_skips(self._skips)
-            self._skips.clear()
+                self.index.add_skips(skips)
