@@ -23,7 +23,7 @@ from benchmarks.story.target import compute_densely
 from benchmarks.story.together import together
 from benchmarks.train import variants
 
-from hsdump.draft.begin import Sources, check_store, default_vocab
+from hsdump.draft.begin import Sources, check_store
 from hsdump.draft.chain import Decoding, TargetRunner, Walk
 from hsdump.draft.checkpoints import load_drafter
 from hsdump.draft.config import Widths
@@ -31,6 +31,7 @@ from hsdump.draft.eval import decode, forced, load_target, read_prompts, summed,
 from hsdump.draft.model import Drafter
 from hsdump.draft.target import Target
 from hsdump.draft.train import train
+from hsdump.draft.vocab import default_vocab
 from hsdump.errors import StoreError
 
 KINDS = (*variants.STORED[:2], *variants.COMPUTED, "prompts-only", "fp8", "half", "quarter")

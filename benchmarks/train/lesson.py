@@ -18,14 +18,14 @@ import msgspec
 import torch
 from benchmarks.train import variants
 
-from hsdump.draft.begin import Sources, default_vocab
+from hsdump.draft.begin import Sources
 from hsdump.draft.chain import Decoding, Walk
 from hsdump.draft.checkpoints import load_drafter
 from hsdump.draft.eval import decode, load_target, read_prompts, summed, untrained
 from hsdump.draft.options import TrainOptions
 from hsdump.draft.target import Target
 from hsdump.draft.train import train
-from hsdump.draft.vocab import DraftVocab
+from hsdump.draft.vocab import DraftVocab, default_vocab
 
 OPTIONS = TrainOptions(
     ttt_steps=3,

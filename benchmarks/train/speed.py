@@ -40,10 +40,10 @@ from safetensors.torch import save_file
 
 from hsdump.draft import begin
 from hsdump.draft.backend import prepare_speculators
-from hsdump.draft.begin import Sources, default_vocab
+from hsdump.draft.begin import Sources
 from hsdump.draft.options import TrainOptions
 from hsdump.draft.train import train
-from hsdump.draft.vocab import DraftVocab, save_vocab
+from hsdump.draft.vocab import DraftVocab, default_vocab, save_vocab
 from hsdump.samples import TokenSample
 from hsdump.store import Manifest, StoreWriter
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from hsdump.draft.begin import Sources, default_vocab
+from hsdump.draft.begin import Sources
 from hsdump.draft.counting import count_tokens
 from hsdump.draft.options import TrainOptions
-from hsdump.draft.vocab import choose, save_vocab
+from hsdump.draft.vocab import choose, default_vocab, save_vocab
 from hsdump.samples import TokenSample
 from hsdump.store import Store, StoreWriter
 from tests.store.making import make_manifest, make_states

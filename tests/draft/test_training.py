@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -27,6 +28,8 @@ from hsdump.draft.target import Target
 from hsdump.draft.train import train
 from hsdump.draft.vocab import DraftVocab, load_vocab, save_vocab
 from hsdump.errors import InputError, StoreError, UsageError
+from hsdump.store import Store
+from hsdump.verify.proof_file import PROOF_NAME, store_digest
 from tests.draft.making import LAYERS, SMALL, VOCAB, make_store, make_target, make_vocab, sources_in
 
 
@@ -272,6 +275,18 @@ def test_states_that_nobody_vouches_for_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="its states are not proved to be the server's"):
         check_store(store, unproved=False)
     assert any("trained all the same" in note for note in check_store(store, unproved=True))
+
+
+def test_embedded_states_are_taken_unless_a_proof_says_that_they_are_not_the_servers(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", make_target(tmp_path / "target"))
+    with Store(path) as store:
+        digests = {"store_digest": store_digest(store), "manifest_digest": store.manifest.digest}
+    check_store(path, unproved=False)
+    (path / PROOF_NAME).write_text(json.dumps({"verdict": "can't", **digests}))
+    check_store(path, unproved=False)
+    (path / PROOF_NAME).write_text(json.dumps({"verdict": "not proved", **digests}))
+    with pytest.raises(StoreError, match="not proved to be the server's"):
+        check_store(path, unproved=False)
 
 
 def test_final_states_before_the_norm_are_refused(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsdump.cli.main import main
-from hsdump.draft.begin import default_vocab
 from hsdump.draft.counting import RESERVED, count_tokens, curve, recommended, special_tokens
 from hsdump.draft.split import is_held_out
-from hsdump.draft.vocab import DraftVocab, choose, load_vocab, save_vocab
+from hsdump.draft.vocab import DraftVocab, choose, default_vocab, load_vocab, save_vocab
 from hsdump.errors import InputError, UsageError
 from hsdump.store import Store
 from tests.draft.making import VOCAB, make_store, make_target

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from hsdump.arrays import to_float32
 from hsdump.cli.main import main
-from hsdump.errors import InputError
+from hsdump.draft.begin import check_store
+from hsdump.errors import InputError, StoreError
 from hsdump.samples import TokenSample
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.store import Store, StoreWriter
@@ -26,11 +28,12 @@ from hsdump.verify.compare import compare_stores
 from hsdump.verify.grid import GridEvidence
 from hsdump.verify.head import Head, HeadSettings
 from hsdump.verify.probe import Captured, Prober
-from hsdump.verify.prove import ProofReport, Prover
+from hsdump.verify.proof_file import proof_standing
+from hsdump.verify.prove import ProofReport, ProveOptions, Prover, prove_store
 from hsdump.verify.reference import StreamingReference
 from hsdump.verify.rows import Move, find_moves, norm_apart
 from hsdump.verify.texts import TextChecker
-from hsdump.verify.witness import Answer
+from hsdump.verify.witness import Answer, Witness
 from tests.store.making import Made, make_manifest, make_sample
 
 ANSWER = "Eight, as a rule; the bridge opens at seven, and a little patience depends on what you mean by dry. "
@@ -374,3 +377,59 @@ def test_prove_names_another_width_and_states_that_hold_no_numbers(tiny_llama: P
     pre_norm = StateShape(layers=(2,), hidden_size=256, dtype="bfloat16", final_state="pre_norm")
     report = judged("pre-norm", states["final"], pre_norm)
     assert (report.verdict, report.states_unknown) == ("proved", "the server does not capture final")
+
+
+class NoCapture:
+    """A server that says log-probabilities and has no states to give; with them it captures."""
+
+    facts: ClassVar[dict[str, str]] = {"model_path": "", "version": "0"}
+    info = None
+    failures: ClassVar[dict[str, str]] = {}
+    no_capture = "the server captures nothing"
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+
+    async def ask_all(self, asked: Sequence[tuple[str, Any]], _tick: Callable[[], None]) -> dict[str, Answer]:
+        return {key: self.answer for key, _ in asked}
+
+
+def test_a_server_without_the_stores_layers_proves_in_part_and_takes_no_proof_away(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        hidden = model(torch.tensor(IDS[:1]), output_hidden_states=True, use_cache=False).hidden_states
+    states = {"layer2": bits(hidden[2][0]), "final": bits(hidden[-1][0])}
+    ids = np.append(IDS[0, 1:], 5)
+    said = Head(Checkpoint(tiny_llama), 2048).logprobs(states["final"], "bfloat16", ids, ids)
+    whole = Answer(
+        logprobs=said.target,
+        next_ids=ids,
+        top_ids=said.top_id,
+        top_logprobs=said.target,
+        told=np.ones(24, np.bool_),
+        states=states,
+    )
+    path, sample = tmp_path / "store", TokenSample.make("one", IDS[0], np.ones(24, np.uint8))
+    manifest = make_manifest(hidden_size=256, vocab_size=2048, layers=[2])
+    with StoreWriter.open(path, manifest) as writer:
+        writer.add(sample, [states["layer2"], states["final"]])
+        writer.commit()
+
+    def proved(answer: Answer) -> tuple[str, int, str]:
+        monkeypatch.setattr(Witness, "meet", lambda _url, **_options: NoCapture(answer))
+        report = prove_store(path, "http://nowhere", ProveOptions(model=str(tiny_llama), text=False))
+        with Store(path) as store:
+            return report.verdict, report.exit_code, proof_standing(store)
+
+    blind = replace(whole, states=None)
+    only_final = replace(whole, states={"final": states["final"]})
+    assert proved(blind) == ("proved in part", 2, "proved in part")
+    with pytest.raises(StoreError, match=r"not proved to be the server's \(proved in part\)"):
+        check_store(path, unproved=False)
+    assert proved(only_final) == ("proved in part", 2, "proved in part")
+    assert proved(whole) == ("proved", 0, "proved")
+    assert proved(blind) == ("proved in part", 2, "proved")
+    wrong = replace(whole, states={"layer2": np.roll(states["layer2"], 1, axis=0), "final": states["final"]})
+    assert proved(wrong) == ("not proved", 1, "not proved")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -12,10 +12,12 @@ from rich.text import Text
 
 from hsdump.cli.output import Result
 from hsdump.cli.progress import byte_progress
+from hsdump.engines.base import Engine
 from hsdump.engines.handshake import server_facts
 from hsdump.errors import ServerError, SpoolError, UsageError
 from hsdump.extract.decode import DecodeOptions, DecodeRun
 from hsdump.extract.plan import ExtractOptions
+from hsdump.extract.session import Endpoint, limits_of, shake_hands
 from hsdump.verify.probing import ProbeOptions, require_sound
 
 
@@ -44,20 +46,37 @@ def probe_servers(servers: Sequence[tuple[str, Path | None]], model: str | None,
             typer.echo(line, err=True)
 
 
+def see_that_they_capture(engines: dict[str, Engine], options: ExtractOptions) -> None:
+    """Shake hands before anything else is asked of servers that takes long.
+
+    Raises:
+        ServerError: nobody captures, or two servers would give states that may not be mixed.
+    """
+
+    async def ask() -> None:
+        try:
+            await shake_hands(engines, limits_of(options))
+        finally:
+            for engine in engines.values():
+                await engine.close()
+
+    asyncio.run(ask())
+
+
 def run_decode(
-    server: str | None, spool: Path | None, options: ExtractOptions, new_tokens: int, prefill_out: Path | None
+    servers: Sequence[Endpoint], options: ExtractOptions, new_tokens: int, prefill_out: Path | None
 ) -> Result:
-    """Capture decode steps from one server.
+    """Capture decode steps from the first server.
 
     Raises:
         UsageError: no server.
     """
-    if server is None:
+    if not servers:
         raise UsageError("--phase decode needs --server", "give the server's URL: --server http://127.0.0.1:30000")
     from hsdump.engines.sglang_http import SglangEngine
 
     async def run() -> DecodeRun:
-        engine = SglangEngine(server, spool=spool, api_key=os.environ.get("HSDUMP_API_KEY"))
+        engine = SglangEngine(servers[0].url, spool=servers[0].spool, api_key=os.environ.get("HSDUMP_API_KEY"))
         work = DecodeRun(engine, options, DecodeOptions(new_tokens=new_tokens, prefill_out=prefill_out))
         try:
             with byte_progress("decode") as tick:
@@ -68,7 +87,11 @@ def run_decode(
 
     state = asyncio.run(run()).state
     lines = [f"{state.committed} samples of {state.tokens} tokens, {state.generated} of them from decode steps"]
-    lines += [f"failed: {dict(state.failed)}", *state.details] if state.failed else []
-    lines += [f"skipped: {dict(state.skipped)}"] if state.skipped else []
+    lines += [f"failed: {_counts(state.failed)}", *state.details] if state.failed else []
+    lines += [f"skipped: {_counts(state.skipped)}"] if state.skipped else []
     lines += [f"{state.already} were there already"] if state.already else []
     return Result(data=state.report(), text=Text("\n".join(lines)), exit_code=state.exit_code)
+
+
+def _counts(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in reasons.items())

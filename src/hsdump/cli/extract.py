@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from hsdump.cli.answering import AnswerOptions, answer_first, both
-from hsdump.cli.checking import probe_servers, run_decode
+from hsdump.cli.checking import probe_servers, run_decode, see_that_they_capture
 from hsdump.cli.far import run_collectors, run_on_ray
 from hsdump.cli.options import one_of, read_template
 from hsdump.cli.output import Result, emit
@@ -133,14 +133,15 @@ def extract(
     endpoints = read_endpoints(server, servers, spool) if engine == "sglang" and not collector else []
     if probe:
         probe_servers([(endpoint.url, endpoint.spool) for endpoint in endpoints], model, quiet=json)
-    if one_of("--phase", phase, ("prefill", "decode")) == "decode":
-        first = endpoints[0].url if endpoints else None
-        done = run_decode(first, spool, options, max_new_tokens or DECODE_TOKENS, prefill_out)
+    if _is_decode(phase, generate=generate):
+        done = run_decode(endpoints, options, max_new_tokens or DECODE_TOKENS, prefill_out)
         raise typer.Exit(emit(done, as_json=json))
     answers = AnswerOptions(
         on=generate, n=n, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
     )
     first_server = server[0] if server else None
+    if generate and endpoints:
+        see_that_they_capture(_sglang_engines(endpoints, options, request_timeout), options)
     options, answered = answer_first(options, answers, first_server, wait_s=server_wait, quiet=json)
     if answered is not None and (answered.stopped or not answered.samples["samples"]):
         raise typer.Exit(emit(both(answered, Result(data={}, text="", exit_code=0)), as_json=json))
@@ -169,6 +170,14 @@ def _checked_out(out: Path | None, collector: object, *, other_ways: bool) -> Pa
         what = "--collector does not go with --out, --server, --servers or --ray"
         raise UsageError(what, "the partition is named where hsdump collect runs")
     return Path()
+
+
+def _is_decode(phase: str, *, generate: bool) -> bool:
+    decode: bool = one_of("--phase", phase, ("prefill", "decode")) == "decode"
+    if decode and generate:
+        what = "--phase decode has the server answer each prompt anew, and --generate would before it"
+        raise UsageError(what, "leave --generate out, and give rows with answers, such as `hsdump generate` writes")
+    return decode
 
 
 def _check_compute(compute: str, *, embedded: bool) -> None:

@@ -40,6 +40,8 @@ VERBS = (
 WITHOUT_TORCH = ("prepare", "generate", "plan", "extract", "collect", "status")
 """What runs long beside a server, or many times: such a process is kept small."""
 
+TORCH_FIX = 'install it: pip install "hsdump[train]"'
+
 CommandLineError: type[Exception] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
 )
@@ -81,6 +83,12 @@ def main(argv: list[str] | None = None) -> int:
     except HsdumpError as error:
         typer.echo(f"hsdump: {error}", err=True)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        problem = UsageError(f"hsdump {asked} needs torch, which this environment does not have", TORCH_FIX)
+        typer.echo(f"hsdump: {problem}", err=True)
+        return problem.exit_code
     except typer.Abort:
         typer.echo("hsdump: stopped", err=True)
         return 130

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 
@@ -212,7 +213,7 @@ def show_estimate(found: Estimate) -> RenderableType:
     spool = f"at least {decimal(found.spool_minimum)}, better {decimal(found.spool_recommended)}"
     table.add_row("spool", f"{spool}; {decimal(found.shm_free)} free in shared memory here")
     if found.seconds is not None:
-        table.add_row("time", f"{found.seconds / 3600:.2f} h at {found.tokens_per_s:,.0f} tokens/s")
+        table.add_row("time", f"{timedelta(seconds=round(found.seconds))} at {found.tokens_per_s:,.0f} tokens/s")
     else:
         table.add_row("time", "unknown: give --tokens-per-s, or measure with --server")
     parts: list[RenderableType] = [table]
@@ -222,6 +223,11 @@ def show_estimate(found: Estimate) -> RenderableType:
         for name, count in found.histogram.items():
             bars.add_row(name, f"{count:,}", "#" * max(round(40 * count / most), count > 0))
         parts.append(bars)
-    parts.append(Text("it fits", style="green") if found.fits else Text("it does not fit", style="red"))
+    if not found.fits:
+        parts.append(Text("it does not fit", style="red"))
+    elif found.disk_free is None:
+        parts.append(Text("it fits, except that no disk was named: --out says where", style="yellow"))
+    else:
+        parts.append(Text("it fits", style="green"))
     parts += [Text(f"- {problem}", style="red") for problem in found.problems]
     return Group(*parts)

@@ -38,7 +38,8 @@ def prove(
 
     Only the head of the checkpoint is read. The proof is written into the store as proof.json.
 
-    Exit codes: 0 proved, 1 not proved, 2 can't (and why).
+    Exit codes: 0 proved, 1 not proved, 2 can't (and why), or only in part: a server that does not capture the store's
+    layers vouches for its final states alone.
     """
     options = ProveOptions(
         samples=samples or None,
@@ -60,14 +61,15 @@ def _show(store: Path, report: ProofReport) -> RenderableType:
     head.append(f", {report.samples} of {report.of_samples} samples, {report.tokens} tokens, against {report.engine}")
     if report.wrong_share_below is not None:
         head.append(
-            f"\nwith 95 % confidence fewer than {100 * report.wrong_share_below:.2g} % of its samples are wrong"
+            f"\nwith 95 % confidence fewer than {100 * report.wrong_share_below:.3g} % of its samples are wrong"
         )
     parts: list[RenderableType] = [head, *(Text(f"- {words}") for words in report.words)]
     if report.states:
         parts.append(_states(report))
     if report.logits is not None:
         parts.append(_worst(report))
-    parts.append(Text(f"written to {store / PROOF_NAME}"))
+    kept = f"{store / PROOF_NAME} stays as it is: it proves all states of what the store holds"
+    parts.append(Text(kept if report.is_kept_back else f"written to {store / PROOF_NAME}"))
     return Group(*parts)
 
 

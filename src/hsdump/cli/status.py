@@ -12,6 +12,7 @@ from rich.table import Table
 from hsdump.cli.output import Result, emit
 from hsdump.extract.heartbeat import StoreStatus, store_status
 
+IN_BETWEEN = ("pending", "sent", "captured")
 EPILOG = "Example:  hsdump status /data/kimi-store"
 
 
@@ -41,18 +42,22 @@ def show_status(found: StoreStatus) -> RenderableType:
         ended = f"the last one was seen {run['updated']}" if run else "none was noted"
         table.add_row("run", f"none is going on; {ended}")
     table.add_row("committed", f"{found.committed:,} samples, {found.tokens:,} tokens")
-    between = ", ".join(f"{name} {found.states[name]}" for name in ("pending", "sent", "captured"))
+    between = ", ".join(f"{name} {found.states[name]}" for name in IN_BETWEEN)
     table.add_row("in between", between)
     if run:
         left = "unknown" if run.get("to_do") is None else f"{run['to_do']:,}"
         table.add_row("to do", left)
-        table.add_row("rate", f"{run.get('tokens_per_s', 0):,.0f} tokens/s in this run")
+        tokens = run.get("captured_tokens", run.get("tokens", 0))  # commits come in strides
+        table.add_row("rate", f"{tokens / max(run.get('seconds', 0), 1e-9):,.0f} tokens/s in this run")
         if run.get("disk_free") is not None:
             table.add_row("disk", f"{decimal(run['disk_free'])} free")
         for lane in run.get("servers", []):
             table.add_row(lane["name"], f"{lane['status']}, {lane['in_flight']} in flight, {lane['tokens']:,} tokens")
         if run.get("stopped"):
             table.add_row("[red]stopped", str(run["stopped"]))
+        elif not found.running and any(found.states[name] for name in IN_BETWEEN):
+            what = "without a last word, as after kill -9 or a power failure"
+            table.add_row("[red]ended", f"{what}: run the same command again to go on")
     for reason, count in sorted(found.failed.items()):
         table.add_row(f"[red]failed: {reason}", f"{count}")
     for reason, count in sorted(found.skipped.items()):

@@ -12,10 +12,8 @@ from rich.text import Text
 
 from hsdump.cli.output import Result, emit
 from hsdump.cli.progress import byte_progress
-from hsdump.draft.begin import default_vocab
 from hsdump.draft.counting import count_tokens, coverage_facts, curve, recommended, special_tokens
-from hsdump.draft.foreign import read_vocab
-from hsdump.draft.vocab import DraftVocab, choose, load_vocab, save_vocab
+from hsdump.draft.vocab import DraftVocab, choose, default_vocab, load_vocab, save_vocab
 from hsdump.errors import UsageError
 from hsdump.store import Store
 
@@ -46,7 +44,7 @@ def vocab(
     always = {number: text for number, text in always.items() if number < target_size}
     rows = curve(counts, set(always))
     if from_ is not None:
-        chosen = read_vocab(from_, target_size) if from_.is_dir() else load_vocab(from_, target_size)
+        chosen = _of_drafter(from_, target_size) if from_.is_dir() else load_vocab(from_, target_size)
     elif exact:
         chosen = DraftVocab.exact(target_size)
     else:
@@ -67,6 +65,12 @@ def vocab(
         "held_out_samples": counts.held_out_samples,
     }
     raise typer.Exit(emit(Result(data=data, text=_show(data)), as_json=json))
+
+
+def _of_drafter(folder: Path, target_size: int) -> DraftVocab:
+    from hsdump.draft.foreign import read_vocab  # needs torch, and nothing else here does
+
+    return read_vocab(folder, target_size)
 
 
 def _show(data: dict[str, Any]) -> RenderableType:

@@ -119,8 +119,10 @@ async def _tick(display: LivePanel, events: Events, state: RunState) -> None:
             events(
                 "progress",
                 committed=state.committed,
+                captured=state.captured,
                 in_flight=state.in_flight,
                 tokens=state.tokens,
+                captured_tokens=state.captured_tokens,
                 to_do=state.to_do,
                 servers=servers,
             )

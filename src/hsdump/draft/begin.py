@@ -12,7 +12,7 @@ from hsdump.draft.data import check_final, names_for
 from hsdump.draft.model import Drafter, init_drafter
 from hsdump.draft.options import TrainOptions
 from hsdump.draft.target import Target
-from hsdump.draft.vocab import DraftVocab, load_vocab
+from hsdump.draft.vocab import DraftVocab, default_vocab, load_vocab
 from hsdump.errors import InputError, StoreError, UsageError
 from hsdump.store import Store
 from hsdump.verify import VerifyOptions, verify_store
@@ -41,7 +41,8 @@ def check_store(path: Path, *, unproved: bool) -> list[str]:
     """Refuse states that nobody vouches for.
 
     A store is taken when a look at some of its samples finds nothing and `hsdump prove` proved its states to be the
-    server's. States of the embedded engine need no such proof: their meaning was proved by numbers when it started.
+    server's. States of the embedded engine need no such proof, since their meaning was proved by numbers when it
+    started; where somebody held them against a server and they were not its own, they are refused like any others.
 
     Returns:
         Notes for the log.
@@ -57,7 +58,7 @@ def check_store(path: Path, *, unproved: bool) -> list[str]:
         embedded = store.manifest.engine == "transformers"
         verdict = proof_standing(store)
     notes = [f"verified: {report.samples} samples looked at, {report.verdict}", f"proof: {verdict}"]
-    if verdict != "proved" and not embedded:
+    if verdict != "proved" and not (embedded and verdict != "not proved"):
         problems.append(f"its states are not proved to be the server's ({verdict})")
     if problems and not unproved:
         fix = "run `hsdump verify STORE` and `hsdump prove STORE --server URL`; to train all the same: --unproved"
@@ -87,11 +88,6 @@ def choose_vocab(sources: Sources, target_size: int) -> DraftVocab:
     if not file.exists():
         raise UsageError(f"there is no draft vocabulary {file}", f"make one: hsdump vocab {sources.store} --size N")
     return load_vocab(file, target_size)
-
-
-def default_vocab(store: Path) -> Path:
-    """Where `hsdump vocab` puts a store's mapping."""
-    return store.with_name(store.name + ".vocab.safetensors")
 
 
 def build(sources: Sources, options: TrainOptions) -> tuple[Drafter, Target, dict[str, Any]]:

@@ -151,6 +151,11 @@ def save_vocab(vocab: DraftVocab, path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+def default_vocab(store: Path) -> Path:
+    """Where `hsdump vocab` puts a store's mapping."""
+    return store.with_name(store.name + ".vocab.safetensors")
+
+
 def load_vocab(path: Path, target_size: int | None = None) -> DraftVocab:
     """Read maps from a safetensors file: one of `hsdump vocab`, or the weights of any EAGLE-3 drafter.
 

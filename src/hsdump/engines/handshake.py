@@ -19,7 +19,7 @@ import numpy as np
 
 from hsdump.engines.handover import FilesHandOver, HandOver, RingHandOver
 from hsdump.engines.rows import Rows
-from hsdump.errors import ServerError, SpoolError
+from hsdump.errors import ServerError, SpoolError, UsageError
 from hsdump.locks import is_held
 from hsdump.schema import EngineInfo, StateShape
 from hsdump.spool.names import PREFIX, SHARED_MEMORY, Rid
@@ -141,7 +141,12 @@ def server_facts(url: str, headers: dict[str, str] | None = None) -> dict[str, A
 
     Raises:
         ServerError: nobody answers, or not an SGLang.
+        UsageError: this is no URL.
     """
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(
+            f"{url} is no URL: http:// or https:// is missing", f"--server http://{url.rsplit('://', maxsplit=1)[-1]}"
+        )
     facts: dict[str, Any] = {}
     with httpx.Client(base_url=url, timeout=30.0, headers=headers) as client:
         for paths in (("/model_info", "/get_model_info"), ("/server_info", "/get_server_info")):

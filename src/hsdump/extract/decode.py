@@ -58,7 +58,8 @@ class DecodeState:
 
     @property
     def exit_code(self) -> int:
-        return 3 if self.failed else 0
+        nothing = not self.committed and not self.already
+        return 3 if self.failed or nothing else 0
 
     def report(self) -> dict[str, object]:
         """Give the run's result for `--json`."""

@@ -35,9 +35,10 @@ def say_event(shown: LivePanel, kind: str, facts: dict[str, Any]) -> None:
 def panel(state: RunState) -> RenderableType:
     """Draw everything about the run that changes."""
     table = Table.grid(padding=(0, 2))
-    table.add_row("samples", f"{state.committed} committed, {_on_their_way(state)}, {_total(state)} read so far")
-    table.add_row("tokens", f"{state.tokens:,} at {_rate(state):,.0f}/s")
-    table.add_row("written", f"{decimal(state.state_bytes)} at {decimal(int(state.state_bytes / state.seconds))}/s")
+    there = f", {state.already} there before" if state.already else ""
+    table.add_row("samples", f"{state.committed} committed{there}, {_on_their_way(state)}, {_total(state)} read so far")
+    table.add_row("tokens", f"{state.captured_tokens:,} captured at {_captured_rate(state):,.0f}/s")
+    table.add_row("committed", f"{decimal(state.state_bytes)} at {decimal(int(state.state_bytes / state.seconds))}/s")
     table.add_row("left", _eta(state))
     if state.disk_free is not None:
         table.add_row("disk", f"{decimal(state.disk_free)} free")
@@ -90,7 +91,9 @@ def greeting(info: EngineInfo) -> str:
 
 def _on_their_way(state: RunState) -> str:
     waiting = f", {state.waiting} waiting for the disk" if state.waiting else ""
-    return f"{state.in_flight} in flight{waiting}"
+    uncommitted = state.captured - state.committed
+    captured = f"{uncommitted} captured for the next commit, " if uncommitted > 0 else ""
+    return f"{captured}{state.in_flight} in flight{waiting}"
 
 
 def status_line(state: RunState) -> str:
@@ -98,7 +101,7 @@ def status_line(state: RunState) -> str:
     away = [lane.name for lane in state.lanes if lane.status != "up"]
     return (
         f"hsdump: {state.committed} committed, {_on_their_way(state)}, {_total(state)} read, "
-        f"{_rate(state):,.0f} tokens/s, {decimal(state.state_bytes)} written, {_eta(state)}{_reasons(state)}"
+        f"{_captured_rate(state):,.0f} tokens/s, {decimal(state.state_bytes)} written, {_eta(state)}{_reasons(state)}"
         f"{' [not up: ' + ', '.join(away) + ']' if away else ''}"
     )
 
@@ -148,6 +151,11 @@ def _total(state: RunState) -> str:
 
 def _rate(state: RunState) -> float:
     return state.tokens / max(state.seconds, 1e-9)
+
+
+def _captured_rate(state: RunState) -> float:
+    """Commits come in strides: the first one 30 s after the start."""
+    return state.captured_tokens / max(state.seconds, 1e-9)
 
 
 def _eta(state: RunState) -> str:

@@ -50,6 +50,7 @@ class Heartbeat:
             "in_flight_tokens": state.in_flight_tokens,
             "waiting": state.waiting,
             "captured": state.captured,
+            "captured_tokens": state.captured_tokens,
             "to_do": state.to_do,
             "disk_free": state.disk_free,
             **state.report(),

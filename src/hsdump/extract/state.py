@@ -134,6 +134,11 @@ class RunState:
         return time.monotonic() - self.started_s
 
     @property
+    def captured_tokens(self) -> int:
+        """Of samples that were handed over, committed or not."""
+        return sum(lane.tokens for lane in self.lanes)
+
+    @property
     def finished(self) -> int:
         """Samples and rows of which nothing is left to do in this run."""
         done = self.already + self.earlier_failures + self.committed + self.not_asked

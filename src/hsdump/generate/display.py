@@ -25,7 +25,8 @@ def panel(state: GenerateState) -> RenderableType:
     table.add_row("answers", f"{state.answers} with {state.answer_tokens:,} tokens, {_rates(state)}")
     table.add_row("ended by", _counts(state.finish))
     table.add_row("left", _eta(state))
-    bar = ProgressBar(total=state.total, completed=state.closed, width=60)
+    bar = Table.grid()  # alone, a bar ends without a new line
+    bar.add_row(ProgressBar(total=state.total, completed=state.closed, width=60))
     rows: list[RenderableType] = [bar, table]
     if state.failed or state.skipped:
         rows.append(Text(_counts(state.failed + state.skipped), style="yellow"))

@@ -84,8 +84,8 @@ async def _run(options: GenerateOptions, place: Place, *, quiet: bool, say: Call
         journal = Journal(options.answers_path, made_by, secrets.token_hex(4))
         try:
             generator = Generator(server, renderer, options, journal, state)
-            _stop_on_signals(generator)
             with live_panel(state, quiet=quiet).shown() as display:
+                _stop_on_signals(generator, display)
                 ticker = asyncio.create_task(_tick(display))
                 try:
                     await generator.run()
@@ -112,13 +112,15 @@ def _made_by(options: GenerateOptions, served: Served, renderer: Renderer) -> di
     }
 
 
-def _stop_on_signals(generator: Generator) -> None:
+def _stop_on_signals(generator: Generator, display: LivePanel) -> None:
     """The first Ctrl-C waits for the answers in flight; the second ends the run at once, still consistent."""
     loop, main_task = asyncio.get_running_loop(), asyncio.current_task()
 
     def on_signal() -> None:
         if generator.state.stopped and main_task is not None:
             main_task.cancel()
+        else:
+            display.say(f"hsdump: stopping when {generator.state.in_flight} conversations are answered; again: at once")
         generator.stop("interrupted")
 
     for number in (signal.SIGINT, signal.SIGTERM):

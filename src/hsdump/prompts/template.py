@@ -9,6 +9,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+from hsdump.errors import UsageError
 from hsdump.lean import torch_hidden
 from hsdump.prompts.conversation import THINK_CLOSE, THINK_OPEN, Message
 from hsdump.prompts.options import RowRefused
@@ -36,6 +37,7 @@ class Template:
 
         Raises:
             RowRefused: the template does not take these messages; its own words are the detail.
+            UsageError: this environment has nothing to render templates with.
         """
         return self._render(messages, tools, generation_prompt=generation_prompt, spans=False)[0]
 
@@ -67,6 +69,8 @@ class Template:
                 strftime_now=self.date.strftime,
                 **self.special_tokens,
             )
+        except ImportError as error:  # of this environment, and so of every row
+            raise UsageError(f"chat templates cannot be rendered here: {error}", "pip install jinja2") from error
         except Exception as error:
             # A template is a program of someone else: whatever it raises is its answer to this row.
             raise RowRefused("template-rejected", f"{type(error).__name__}: {error}") from error

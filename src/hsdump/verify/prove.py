@@ -32,14 +32,14 @@ from hsdump.verify.compare import judge, moved_everywhere
 from hsdump.verify.differ import Differ, Pair, SampleDiff, StateDiff, explain
 from hsdump.verify.head import Head
 from hsdump.verify.logits import LogitsReport, check_logits
-from hsdump.verify.proof_file import PROOF_NAME, store_digest
+from hsdump.verify.proof_file import PROOF_NAME, proof_standing, store_digest
 from hsdump.verify.texts import TextChecker, TextReport
 from hsdump.verify.witness import Answer, Witness
 
 MEMORY_BYTES = 8 << 30
 
-PROVED, NOT_PROVED, CANNOT = "proved", "not proved", "can't"
-EXIT_CODES = {PROVED: 0, NOT_PROVED: 1, CANNOT: 2}
+PROVED, NOT_PROVED, IN_PART, CANNOT = "proved", "not proved", "proved in part", "can't"
+EXIT_CODES = {PROVED: 0, NOT_PROVED: 1, IN_PART: 2, CANNOT: 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +80,9 @@ class ProofReport(msgspec.Struct, kw_only=True):
     off_samples: list[SampleDiff] = []
     text: TextReport | None = None
     unanswered: dict[str, str] = {}
+    is_kept_back: bool = False
+    """It says less than the store's own `proof.json`, which stays."""
+
     engine: str = ""
     model: str = ""
     model_digest: str = ""
@@ -95,7 +98,8 @@ class ProofReport(msgspec.Struct, kw_only=True):
 def prove_store(
     path: Path, url: str, options: ProveOptions, tick: Callable[[int, int], None] = lambda _n, _b: None
 ) -> ProofReport:
-    """Prove a sample of a store against the server, and write `proof.json` beside its manifest.
+    """Prove a sample of a store against the server, and write `proof.json` beside its manifest, unless one that proves
+    more of just what the store holds is there.
 
     Raises:
         ServerError: nobody answers.
@@ -118,9 +122,11 @@ def prove_store(
             )
         if not report.states and report.states_unknown is None:
             report.states_unknown = witness.no_capture or None
-        _settle(report, witness)
+        _settle(report, witness, store.manifest.shape)
         report.store_digest, report.manifest_digest = store_digest(store), store.manifest.digest
-    write_proof(path, report)
+        report.is_kept_back = report.exit_code == EXIT_CODES[CANNOT] and proof_standing(store) == PROVED
+    if not report.is_kept_back:
+        write_proof(path, report)
     return report
 
 
@@ -307,14 +313,17 @@ def write_proof(store: Path, report: ProofReport) -> None:
     partial.replace(store / PROOF_NAME)
 
 
-def _settle(report: ProofReport, witness: Witness) -> None:
-    """Name what the verdict does not cover."""
+def _settle(report: ProofReport, witness: Witness, stored: StateShape) -> None:
+    """Name what the verdict does not cover. The final state is proved by log-probabilities, other layers by none."""
     version = witness.facts.get("version") or (witness.info.engine_version if witness.info else "")
     report.engine = f"sglang {version}".strip()
     if report.states_unknown:
         report.words.append(f"auxiliary layers were not looked at: {report.states_unknown}")
+    unseen = set(stored.names) - {FINAL, FINAL_PRE_NORM} - {diff.state for diff in report.states}
+    if report.verdict == PROVED and unseen:
+        report.verdict, report.exit_code, report.wrong_share_below = IN_PART, EXIT_CODES[IN_PART], None
     if report.unanswered:
         first = next(iter(report.unanswered.items()))
         report.words.append(f"{len(report.unanswered)} samples got no answer, such as {first[0]}: {first[1]}")
-        if report.verdict == PROVED:
+        if report.verdict in (PROVED, IN_PART):
             report.verdict, report.exit_code = CANNOT, EXIT_CODES[CANNOT]
