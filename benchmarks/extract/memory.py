@@ -44,6 +44,7 @@ class InstantEngine:
     """Gives states of zeros without a server."""
 
     lost = False
+    spool_room = 1.0
 
     def handshake(self) -> EngineInfo:
         return EngineInfo(

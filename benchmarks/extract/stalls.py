@@ -60,6 +60,7 @@ class PacedServer:
     """One request after the other; what is noted is when it had none, and when it had answered the last one."""
 
     lost = False
+    spool_room = 1.0
 
     def __init__(self, tokens_per_s: float) -> None:
         self.tokens_per_s = tokens_per_s

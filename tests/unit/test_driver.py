@@ -58,7 +58,7 @@ class ScriptedEngine:
 
     def __init__(self, script: Behaviour | None = None, info: EngineInfo | HsdumpError = INFO) -> None:
         self.script, self.info = script, info
-        self.lost = False
+        self.lost, self.spool_room = False, 1.0
         self.sent: Counter[str] = Counter()
         self.together = self.most_together = 0
         self.aborted: list[str] = []

@@ -101,6 +101,12 @@ class Engine(Protocol):
     def lost(self) -> bool:
         """Tell that the other end went away, so that nothing succeeds before `reconnect` did."""
 
+    @property
+    def spool_room(self) -> float:
+        """Share of the spool that takes rows for certain. Less than what is held leaves of it where memory comes back
+        pass by pass and in order; 1 where it comes back as it is released.
+        """
+
     def handshake(self) -> EngineInfo:
         """Say what is on at the other end, or raise `ServerError` with the remedy."""
 

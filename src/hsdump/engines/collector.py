@@ -148,6 +148,10 @@ class CollectorEngine:
     def lost(self) -> bool:
         return self._lost
 
+    @property
+    def spool_room(self) -> float:
+        return 1.0  # the collector sees to its server's
+
     def handshake(self) -> EngineInfo:
         raise AssertionError("a collector is asked in the event loop: use shake_hands")
 

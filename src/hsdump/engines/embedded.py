@@ -145,6 +145,10 @@ class EmbeddedEngine:
     def lost(self) -> bool:
         return False
 
+    @property
+    def spool_room(self) -> float:
+        return 1.0
+
     async def reconnect(self) -> EngineInfo:
         return self._known()
 

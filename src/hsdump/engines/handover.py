@@ -36,6 +36,10 @@ class HandOver(Protocol):
     def broken(self) -> bool:
         """Tell whether nothing will come through it any more."""
 
+    @property
+    def room(self) -> float:
+        """Share of the memory that takes rows for certain, beside what is known to be on its way."""
+
     def expect(self, rid: Rid) -> None:
         """Announce a request before it is sent."""
 
@@ -66,6 +70,10 @@ class FilesHandOver:
     @property
     def broken(self) -> bool:
         return False
+
+    @property
+    def room(self) -> float:
+        return 1.0  # each entry's memory is free when the entry is
 
     def expect(self, rid: Rid) -> None:
         """Nothing to do: an entry waits in its folder."""
@@ -112,6 +120,10 @@ class RingHandOver:
     @property
     def broken(self) -> bool:
         return self._closed or self._collector.error is not None
+
+    @property
+    def room(self) -> float:
+        return self._collector.room
 
     def expect(self, rid: Rid) -> None:
         self._futures[rid] = self._collector.expect(rid)

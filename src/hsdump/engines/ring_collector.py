@@ -91,6 +91,11 @@ class RingCollector:
                 reader.close()
 
     @property
+    def room(self) -> float:
+        """Share of the fullest ring that takes rows for certain."""
+        return min(reader.room for reader in self._readers)
+
+    @property
     def num_held(self) -> int:
         """Regions whose rows somebody still reads; they may not be given back yet."""
         return sum(reader.num_held for reader in self._readers)

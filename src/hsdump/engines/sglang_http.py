@@ -100,6 +100,10 @@ class SglangEngine:
     def lost(self) -> bool:
         return self._lost
 
+    @property
+    def spool_room(self) -> float:
+        return 1.0 if self._hand_over is None else self._hand_over.room
+
     async def capture(self, request: CaptureRequest) -> CapturedSample:
         """Run one request and take its entry.
 

@@ -32,6 +32,7 @@ READ_AHEAD = 64
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 TICK_S = 1.0
+SPOOL_FULL = "spool-full"
 
 MOST_WAITING = 256
 """Captured samples that may wait for the store, however small: each has a task and, in a spool of files, a
@@ -266,7 +267,8 @@ class Driver:
             return False
         if isinstance(failure, ServerAway):
             return await self._server_died(job, failure, alone=alone)
-        return await self._failed(job, failure)
+        crowded = failure.reason == SPOOL_FULL and lane.has_waiting
+        return await self._failed(job, failure, counts=not crowded)
 
     async def _send(self, lane: Lane, job: _Job) -> None:
         """Send a sample and bring its states to the store. The lane's memory is held until its spool has it back."""
@@ -336,8 +338,11 @@ class Driver:
         self._check_failures()
         return False
 
-    async def _failed(self, job: _Job, failure: CaptureFailed) -> bool:
-        job.tries += 1
+    async def _failed(self, job: _Job, failure: CaptureFailed, *, counts: bool) -> bool:
+        """Args:
+        counts: as a try; not where other samples of this run were in the way.
+        """
+        job.tries += counts
         if not failure.transient or job.tries >= self._options.attempts:
             await self._keeper.fail(job.sample, failure.reason, failure.detail, attempts=job.tries)
             self._check_failures()

@@ -27,6 +27,9 @@ WAITING_SHARE = 0.5
 """Of that, what states may take that wait for the store. A disk stands still for a second now and then, as while it
 flushes: the server goes on meanwhile."""
 
+ROOM_S = 0.1
+"""Between two looks at a spool that takes no more."""
+
 EMBEDDED_BUDGET = 4 << 30
 """Bytes in flight when there is no spool."""
 
@@ -128,6 +131,11 @@ class Lane:
         return self.state.spool_bytes or EMBEDDED_BUDGET
 
     @property
+    def has_waiting(self) -> bool:
+        """Tell whether answered samples of it are on their way to the store."""
+        return self._waiting_bytes > 0
+
+    @property
     def settles_in_s(self) -> float:
         """Seconds until what the server says of itself is not of our last request any more, once none is there."""
         return max(self.empty_since_s + SETTLED_S - time.monotonic(), 0.0)
@@ -146,9 +154,18 @@ class Lane:
         state, limit = self.state, self._limits.tokens
         if state.in_flight >= self._limits.concurrency or state.in_flight_bytes + cost.num_bytes > self.budget:
             return False
-        if self._waiting_bytes > WAITING_SHARE * self.budget:
+        if self._waiting_bytes > WAITING_SHARE * self.budget or not self._fits_spool(cost):
             return False
         return limit is None or not state.in_flight or state.in_flight_tokens + cost.num_tokens <= limit
+
+    def _fits_spool(self, cost: Cost) -> bool:
+        """Tell whether the spool takes it beside all that is on its way. Alone it is sent, whatever the spool looks
+        like.
+        """
+        if self.info is None or not self.info.spool_max_bytes or not self.state.in_flight_bytes:
+            return True
+        coming = self.state.in_flight_bytes - self._waiting_bytes + cost.num_bytes
+        return coming <= self.engine.spool_room * self.info.spool_max_bytes
 
     def begin(self, cost: Cost) -> None:
         self.state.in_flight += 1
@@ -286,6 +303,7 @@ class Fleet:
         fitting = []
         for lane in up:
             if lane.reserved or not lane.has_room(cost) or (alone and lane.state.in_flight):
+                soonest = min(soonest, ROOM_S)  # memory comes back a moment after it was released
                 continue
             lane_wait_s = lane.courtesy.wait_s(lane.state.in_flight)
             soonest = min(soonest, lane_wait_s or soonest)
@@ -315,9 +333,9 @@ class Fleet:
         """Shake hands again and again, until the same server answers."""
         pause_s = FIRST_PAUSE_S
         while True:
-            if lane.state.in_flight_bytes:  # what waits for the store is in the old server's spool
-                lane.away_since_s, pause_s = time.monotonic(), FIRST_PAUSE_S  # nobody has asked it yet
-            else:
+            if lane.has_waiting:  # it is in the old server's spool, and nobody has asked the new one yet
+                lane.away_since_s, pause_s = time.monotonic(), FIRST_PAUSE_S
+            elif not lane.state.in_flight:
                 try:
                     if self._take_back(lane, await lane.engine.reconnect()):
                         return

@@ -238,6 +238,7 @@ class RingReader:
             raise ValueError(f"{path} is no ring")
         self._next = self._control.get("freed")
         self._held: dict[int, bool] = {}
+        self._largest = 0
         self._lock = threading.Lock()  # one thread polls, others free
 
     def poll(self) -> Region | None:
@@ -254,6 +255,14 @@ class RingReader:
         with self._lock:
             self._held[region.end] = False
             self._advance()
+
+    @property
+    def room(self) -> float:
+        """Share of the ring that takes rows for certain: memory that was freed out of turn counts as taken, and so does
+        as much as the largest region so far, which is what goes round may leave at the ring's end.
+        """
+        taken = self._control.get("reserved") - self._control.get("freed") + self._largest
+        return max(1.0 - taken / self.data_bytes, 0.0)
 
     @property
     def num_held(self) -> int:
@@ -281,6 +290,7 @@ class RingReader:
         if layout.total_bytes != num_bytes:
             raise ValueError(f"a region of {num_bytes} bytes, its {rows} rows take {layout.total_bytes}")
         self._held[end] = True
+        self._largest = max(self._largest, num_bytes)
         return Region(PAGE + start, end, layout, self._segments(PAGE + start, count))
 
     def _segments(self, at: int, count: int) -> tuple[RingSegment, ...]:
