@@ -20,19 +20,20 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from benchmarks.extract.stand_in import StandIn, info_of
 
 from hsdump.cli.watching import Watch, run_session
-from hsdump.engines.base import CapturedSample, CaptureRequest, ServerLoad
+from hsdump.engines.base import CapturedSample, CaptureRequest
 from hsdump.extract.plan import ExtractOptions, make_plan
 from hsdump.lean import be_lean
 from hsdump.samples import TokenSample
-from hsdump.schema import EngineInfo, StateShape
+from hsdump.schema import StateShape
 from hsdump.store import StoreWriter
 
 T = TypeVar("T")
@@ -40,45 +41,15 @@ T = TypeVar("T")
 SHAPE = StateShape(layers=(1,), hidden_size=4, dtype="bfloat16", final_state="post_norm")
 
 
-class InstantEngine:
+class InstantEngine(StandIn):
     """Gives states of zeros without a server."""
 
-    lost = False
-    spool_room = 1.0
-
-    def handshake(self) -> EngineInfo:
-        return EngineInfo(
-            engine="sglang",
-            engine_version="none",
-            attach="none",
-            hsdump_version="none",
-            model_path="/nowhere",
-            model_class="None",
-            num_layers=2,
-            vocab_size=1 << 20,
-            context_length=4096,
-            shape=SHAPE,
-            device="none",
-        )
+    def __init__(self) -> None:
+        super().__init__(info_of(SHAPE, vocab_size=1 << 20))
 
     async def capture(self, request: CaptureRequest) -> CapturedSample:
         states = tuple(np.zeros((len(request.input_ids), SHAPE.hidden_size), np.uint16) for _ in SHAPE.names)
         return CapturedSample(token_ids=request.input_ids, states=states)
-
-    async def reconnect(self) -> EngineInfo:
-        return self.handshake()
-
-    async def load(self) -> ServerLoad | None:
-        return None
-
-    def request_id(self, request: CaptureRequest) -> str:
-        return f"hsdump-{request.key}"
-
-    async def abort(self, request_ids: Sequence[str]) -> None:  # noqa: ARG002 - the protocol's
-        return None
-
-    async def close(self) -> None:
-        return None
 
 
 def main() -> None:

@@ -20,18 +20,19 @@ import platform
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.extract.stand_in import StandIn, info_of
 
 from hsdump.cli.watching import Watch, run_session
-from hsdump.engines.base import CapturedSample, CaptureRequest, ServerLoad
+from hsdump.engines.base import CapturedSample, CaptureRequest
 from hsdump.extract.plan import ExtractOptions
 from hsdump.lean import be_lean
-from hsdump.schema import EngineInfo, StateShape
+from hsdump.schema import StateShape
 
 SHAPE = StateShape(layers=(2, 14, 25), hidden_size=768, dtype="bfloat16", final_state="post_norm")
 """The story's (benchmarks/story)."""
@@ -56,13 +57,11 @@ class Stall:
 STALLS = (Stall("never"), Stall("0.8 s of 4", 4.0, 0.8), Stall("2 s of 8", 8.0, 2.0))
 
 
-class PacedServer:
+class PacedServer(StandIn):
     """One request after the other; what is noted is when it had none, and when it had answered the last one."""
 
-    lost = False
-    spool_room = 1.0
-
     def __init__(self, tokens_per_s: float) -> None:
+        super().__init__(info_of(SHAPE, vocab_size=VOCAB, spool_max_bytes=SPOOL_BYTES))
         self.tokens_per_s = tokens_per_s
         self.idle_s = 0.0
         self.longest_idle_s = 0.0
@@ -70,22 +69,6 @@ class PacedServer:
         self.done_s = 0.0
         block = np.random.default_rng(1).integers(0, 1 << 14, (ROW_TOKENS, SHAPE.hidden_size), np.uint16)
         self._states = tuple(block for _ in SHAPE.names)
-
-    def handshake(self) -> EngineInfo:
-        return EngineInfo(
-            engine="sglang",
-            engine_version="none",
-            attach="none",
-            hsdump_version="none",
-            model_path="/nowhere",
-            model_class="None",
-            num_layers=28,
-            vocab_size=VOCAB,
-            context_length=4096,
-            shape=SHAPE,
-            device="none",
-            spool_max_bytes=SPOOL_BYTES,
-        )
 
     async def capture(self, request: CaptureRequest) -> CapturedSample:
         now_s = time.monotonic()
@@ -97,21 +80,6 @@ class PacedServer:
         self.done_s = max(now_s, self.done_s) + len(request.input_ids) / self.tokens_per_s
         await asyncio.sleep(self.done_s - now_s)
         return CapturedSample(token_ids=request.input_ids, states=self._states, in_spool=True)
-
-    async def reconnect(self) -> EngineInfo:
-        return self.handshake()
-
-    async def load(self) -> ServerLoad | None:
-        return None
-
-    def request_id(self, request: CaptureRequest) -> str:
-        return f"hsdump-{request.key}"
-
-    async def abort(self, request_ids: Sequence[str]) -> None:  # noqa: ARG002 - the protocol's
-        return None
-
-    async def close(self) -> None:
-        return None
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -18,6 +18,7 @@ from hsdump.errors import ServerError, SpoolError, UsageError
 from hsdump.extract.decode import DecodeOptions, DecodeRun
 from hsdump.extract.plan import ExtractOptions
 from hsdump.extract.session import Endpoint, limits_of, shake_hands
+from hsdump.generate.display import counts_in_words
 from hsdump.verify.probing import ProbeOptions, require_sound
 
 
@@ -87,11 +88,7 @@ def run_decode(
 
     state = asyncio.run(run()).state
     lines = [f"{state.committed} samples of {state.tokens} tokens, {state.generated} of them from decode steps"]
-    lines += [f"failed: {_counts(state.failed)}", *state.details] if state.failed else []
-    lines += [f"skipped: {_counts(state.skipped)}"] if state.skipped else []
+    lines += [f"failed: {counts_in_words(state.failed)}", *state.details] if state.failed else []
+    lines += [f"skipped: {counts_in_words(state.skipped)}"] if state.skipped else []
     lines += [f"{state.already} were there already"] if state.already else []
     return Result(data=state.report(), text=Text("\n".join(lines)), exit_code=state.exit_code)
-
-
-def _counts(reasons: Mapping[str, int]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in reasons.items())

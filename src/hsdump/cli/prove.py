@@ -12,8 +12,8 @@ from rich.text import Text
 
 from hsdump.cli.output import Result, emit
 from hsdump.cli.progress import byte_progress
-from hsdump.verify.proof_file import PROOF_NAME
-from hsdump.verify.prove import PROVED, ProofReport, ProveOptions, prove_store
+from hsdump.verify.proof_file import PROOF_NAME, PROVED
+from hsdump.verify.prove import ProofReport, ProveOptions, prove_store
 
 EPILOG = "Example:  hsdump prove /data/kimi-store --server http://127.0.0.1:30000 --samples 300"
 

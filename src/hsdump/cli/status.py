@@ -10,9 +10,8 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from hsdump.cli.output import Result, emit
-from hsdump.extract.heartbeat import StoreStatus, store_status
+from hsdump.extract.heartbeat import IN_BETWEEN, StoreStatus, store_status
 
-IN_BETWEEN = ("pending", "sent", "captured")
 EPILOG = "Example:  hsdump status /data/kimi-store"
 
 

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from hsdump.cli.options import one_of
 from hsdump.cli.output import Result, emit
-from hsdump.errors import UsageError
 
 if TYPE_CHECKING:
     from hsdump.draft.train import Trained
@@ -64,12 +63,9 @@ def train(
 ) -> None:
     """Train an EAGLE-3 drafter on the target's own states; kill it at any time and start it again."""
     one_of("--backend", backend, ("hsdump", "speculators"))
-    try:
-        from hsdump.draft.begin import Sources
-        from hsdump.draft.config import Widths
-        from hsdump.draft.options import TrainOptions
-    except ImportError as error:
-        raise UsageError(f"training needs torch ({error})", 'install it: pip install "hsdump[train]"') from error
+    from hsdump.draft.begin import Sources
+    from hsdump.draft.config import Widths
+    from hsdump.draft.options import TrainOptions
     from hsdump.layers import parse_layers
 
     chosen = parse_layers(layers)

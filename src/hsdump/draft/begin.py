@@ -16,7 +16,7 @@ from hsdump.draft.vocab import DraftVocab, default_vocab, load_vocab
 from hsdump.errors import InputError, StoreError, UsageError
 from hsdump.store import Store
 from hsdump.verify import VerifyOptions, verify_store
-from hsdump.verify.proof_file import proof_standing
+from hsdump.verify.proof_file import NOT_PROVED, PROVED, proof_standing
 
 LOOKED_AT = 64
 """Samples that are verified before training. Enough to catch a broken capture; `hsdump verify` reads all."""
@@ -58,7 +58,7 @@ def check_store(path: Path, *, unproved: bool) -> list[str]:
         embedded = store.manifest.engine == "transformers"
         verdict = proof_standing(store)
     notes = [f"verified: {report.samples} samples looked at, {report.verdict}", f"proof: {verdict}"]
-    if verdict != "proved" and not (embedded and verdict != "not proved"):
+    if verdict == NOT_PROVED or (verdict != PROVED and not embedded):
         problems.append(f"its states are not proved to be the server's ({verdict})")
     if problems and not unproved:
         fix = "run `hsdump verify STORE` and `hsdump prove STORE --server URL`; to train all the same: --unproved"

@@ -66,6 +66,10 @@ class Heartbeat:
             partial.replace(self._path)
 
 
+IN_BETWEEN = ("pending", "sent", "captured")
+"""States of a sample that is neither committed nor failed."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreStatus:
     """A store and its run, seen from outside."""
@@ -94,7 +98,7 @@ def store_status(path: Path) -> StoreStatus:
     with Store(path) as store:
         committed, tokens, _ = store.totals()
         failures, skips, requests = store.failures(), store.skips(), store.requests()
-    states = {name: sum(row.state == name for row in requests) for name in ("pending", "sent", "captured")}
+    states = {name: sum(row.state == name for row in requests) for name in IN_BETWEEN}
     failed: dict[str, int] = {}
     for failure in failures.values():
         failed[failure.reason] = failed.get(failure.reason, 0) + 1

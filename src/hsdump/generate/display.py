@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 from rich.console import Group, RenderableType
@@ -23,22 +24,22 @@ def panel(state: GenerateState) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_row("conversations", f"{state.done} done, {state.in_flight} in flight, {_of(state)}")
     table.add_row("answers", f"{state.answers} with {state.answer_tokens:,} tokens, {_rates(state)}")
-    table.add_row("ended by", _counts(state.finish))
+    table.add_row("ended by", counts_in_words(state.finish))
     table.add_row("left", _eta(state))
     bar = Table.grid()  # alone, a bar ends without a new line
     bar.add_row(ProgressBar(total=state.total, completed=state.closed, width=60))
     rows: list[RenderableType] = [bar, table]
     if state.failed or state.skipped:
-        rows.append(Text(_counts(state.failed + state.skipped), style="yellow"))
+        rows.append(Text(counts_in_words(state.failed + state.skipped), style="yellow"))
     return Group(*rows)
 
 
 def status_line(state: GenerateState) -> str:
     """Say it in one line of plain text."""
-    failed = f"; {_counts(state.failed)}" if state.failed else ""
+    failed = f"; {counts_in_words(state.failed)}" if state.failed else ""
     return (
         f"hsdump: {state.done} conversations done, {_of(state)}, {state.in_flight} in flight, {state.answers} answers "
-        f"({_counts(state.finish)}), {_rates(state)}, {_eta(state)}{failed}"
+        f"({counts_in_words(state.finish)}), {_rates(state)}, {_eta(state)}{failed}"
     )
 
 
@@ -49,7 +50,7 @@ def summary(state: GenerateState) -> RenderableType:
     table.add_row("questions", f"{state.questions:,} x {state.per_question}")
     table.add_row("answers in this run", f"{state.answers:,} with {state.answer_tokens:,} tokens, {_rates(state)}")
     if state.finish:
-        table.add_row("ended by", _counts(state.finish))
+        table.add_row("ended by", counts_in_words(state.finish))
     if state.already:
         table.add_row("conversations answered before", f"{state.already:,}")
     if state.earlier_failures:
@@ -89,5 +90,6 @@ def _eta(state: GenerateState) -> str:
     return f"about {timedelta(seconds=int(max(seconds, 0)))} left"
 
 
-def _counts(counts: dict[str, int]) -> str:
+def counts_in_words(counts: Mapping[str, int]) -> str:
+    """Say how many of what, by name."""
     return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or "none"

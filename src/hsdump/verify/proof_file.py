@@ -9,6 +9,7 @@ from hsdump.store.reader import Store
 
 PROOF_NAME = "proof.json"
 NO_PROOF = "none"
+PROVED, NOT_PROVED = "proved", "not proved"
 
 
 class _Proof(msgspec.Struct):

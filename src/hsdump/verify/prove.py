@@ -32,13 +32,13 @@ from hsdump.verify.compare import judge, moved_everywhere
 from hsdump.verify.differ import Differ, Pair, SampleDiff, StateDiff, explain
 from hsdump.verify.head import Head
 from hsdump.verify.logits import LogitsReport, check_logits
-from hsdump.verify.proof_file import PROOF_NAME, proof_standing, store_digest
+from hsdump.verify.proof_file import NOT_PROVED, PROOF_NAME, PROVED, proof_standing, store_digest
 from hsdump.verify.texts import TextChecker, TextReport
 from hsdump.verify.witness import Answer, Witness
 
 MEMORY_BYTES = 8 << 30
 
-PROVED, NOT_PROVED, IN_PART, CANNOT = "proved", "not proved", "proved in part", "can't"
+IN_PART, CANNOT = "proved in part", "can't"
 EXIT_CODES = {PROVED: 0, NOT_PROVED: 1, IN_PART: 2, CANNOT: 2}
 
 
