@@ -383,14 +383,14 @@ def test_a_request_of_ours_that_ends_with_a_look_is_nobody_elses(ends: str, monk
         async def load(self) -> ServerLoad | None:
             self.looks += 1
             if self.looks == 2:
-                lane.answered(cost)
+                lane.answered(cost, well=True)
             return ServerLoad(running=int(self.looks <= 2 or lane.settles_in_s > 0), waiting=0)
 
     async def run_a_while() -> None:
         fleet.start()
         lane.begin(cost)
         if ends == "before the look":
-            lane.answered(cost)
+            lane.answered(cost, well=True)
             lane.state.in_flight = 0
             engine.looks = 2
         while engine.looks < 6:

@@ -123,6 +123,7 @@ def test_a_dead_server_is_not_lost_while_what_it_answered_waits(
     engine = Returning(die, with_spool(LARGE))
     state_of = lanes.LaneState(name="a")
     monkeypatch.setattr(lanes, "LaneState", lambda **_facts: state_of)
+    monkeypatch.setattr(lanes, "FIRST_PAUSE_S", 2.0)  # more than it may be away: it is asked at once
     slow_store(monkeypatch, 0.2)
     state = run(tmp_path, {"a": engine}, count=300, server_wait_s=0.5)
     assert (state.exit_code(), state.committed, state_of.deaths) == (0, 300, 1)

@@ -280,19 +280,17 @@ class Driver:
         job.sends += 1
         started_s = time.monotonic()
         try:
-            try:
-                captured = await lane.engine.capture(request)
-            except BaseException:
-                self._answered(lane, job, time.monotonic() - started_s, well=False)
-                raise
-            self._answered(lane, job, time.monotonic() - started_s, well=True)
+            captured = await lane.engine.capture(request)
+        except BaseException:
+            self._answered(lane, job, time.monotonic() - started_s, well=False)
+            raise
+        self._answered(lane, job, time.monotonic() - started_s, well=True)
+        self.state.waiting += 1
+        try:
             self._keeper.note(sample, "captured", server=lane.state.name)
-            self.state.waiting += 1
-            try:
-                await self._keep(lane, job, captured)
-            finally:
-                self.state.waiting -= 1
+            await self._keep(lane, job, captured)
         finally:
+            self.state.waiting -= 1
             self._fleet.give_back(lane, job.cost)
 
     def _answered(self, lane: Lane, job: _Job, seconds: float, *, well: bool) -> None:

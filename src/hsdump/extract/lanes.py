@@ -172,19 +172,24 @@ class Lane:
         self.state.in_flight_tokens += cost.num_tokens
         self.state.in_flight_bytes += cost.num_bytes
 
-    def answered(self, cost: Cost) -> None:
-        """The server has nothing to do with it any more, except that its spool holds the states until `end`."""
+    def answered(self, cost: Cost, *, well: bool) -> None:
+        """The server has nothing to do with it any more; its spool holds the states, if any, until `end`."""
         self.state.in_flight -= 1
         if not self.state.in_flight:
             self.empty_since_s = time.monotonic()
             if self.courtesy.is_probing:
                 self.empty.set()
         self.state.in_flight_tokens -= cost.num_tokens
-        self._waiting_bytes += cost.num_bytes
+        if well:
+            self._waiting_bytes += cost.num_bytes
+        else:
+            self.state.in_flight_bytes -= cost.num_bytes
 
     def end(self, cost: Cost) -> None:
         self._waiting_bytes -= cost.num_bytes
         self.state.in_flight_bytes -= cost.num_bytes
+        if self.away_since_s is not None and not self.has_waiting:
+            self.away_since_s = time.monotonic()  # nobody could ask the new server while the old one's spool was in use
 
     def _set_budget(self) -> None:
         if self.info is not None and self.info.spool_max_bytes:
@@ -260,7 +265,7 @@ class Fleet:
 
     def answered(self, lane: Lane, cost: Cost, seconds: float, *, well: bool) -> None:
         """Note that a request is over, one way or the other: there is room for another."""
-        lane.answered(cost)
+        lane.answered(cost, well=well)
         if well:
             lane.failures_in_a_row = 0
         lane.reserved = False
@@ -268,7 +273,7 @@ class Fleet:
         self._notify()
 
     def give_back(self, lane: Lane, cost: Cost) -> None:
-        """Note that the memory of its states is free."""
+        """Note that the memory of states that waited is free."""
         lane.end(cost)
         self._notify()
 
@@ -313,13 +318,10 @@ class Fleet:
 
     def _raise_if_lost(self) -> None:
         now_s = time.monotonic()
-        waiting = [
-            lane
-            for lane in self.lanes
-            if lane.state.status != "refused" and now_s - (lane.away_since_s or now_s) <= self.limits.server_wait_s
-        ]
-        if waiting:
-            return
+        for lane in self.lanes:
+            away_s = now_s - (lane.away_since_s or now_s)
+            if lane.state.status != "refused" and (lane.has_waiting or away_s <= self.limits.server_wait_s):
+                return
         refused = next((lane.problem for lane in self.lanes if lane.state.status == "refused"), None)
         if refused is not None:
             raise refused
@@ -333,16 +335,15 @@ class Fleet:
         """Shake hands again and again, until the same server answers."""
         pause_s = FIRST_PAUSE_S
         while True:
-            if lane.has_waiting:  # it is in the old server's spool, and nobody has asked the new one yet
-                lane.away_since_s, pause_s = time.monotonic(), FIRST_PAUSE_S
-            elif not lane.state.in_flight:
-                try:
-                    if self._take_back(lane, await lane.engine.reconnect()):
-                        return
-                except HsdumpError as error:
-                    lane.problem = error
-                except OSError as error:  # files of a spool or a model that come and go just now
-                    lane.problem = ServerError(str(error), "it is tried again")
+            while lane.state.in_flight or lane.has_waiting:
+                await self._wait(LOOK_EVERY_S)
+            try:
+                if self._take_back(lane, await lane.engine.reconnect()):
+                    return
+            except HsdumpError as error:
+                lane.problem = error
+            except OSError as error:  # files of a spool or a model that come and go just now
+                lane.problem = ServerError(str(error), "it is tried again")
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
 
