@@ -27,6 +27,12 @@ def tiny_qwen3() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_gemma3() -> Path:
+    """Give a Gemma 3 of 8 layers, hidden size 256, with random weights."""
+    return tiny_model_path("gemma3")
+
+
+@pytest.fixture(scope="session")
 def tiny_dsv3() -> Path:
     """Give a DeepSeek-V3 of 6 layers (latent attention, mixture of experts from the second) with random weights."""
     return tiny_model_path("dsv3")

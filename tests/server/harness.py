@@ -45,7 +45,7 @@ _CPU_ARGS = (
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "20000"),
     "--sleep-on-idle",  # an idle scheduler spins otherwise, and two cores are few
 )
-_MODELS = ("llama", "llama_eagle3", "qwen3", "deepseek_v2")
+_MODELS = ("llama", "llama_eagle3", "qwen3", "gemma3_causal", "deepseek_v2")
 """SGLang's modules for the tiny models and a drafter. It imports all 250 otherwise: 4 s of CPU time a start."""
 
 _MLA_PLUGIN = Path(__file__).parent / "mla_on_cpu"

@@ -57,6 +57,22 @@ def test_deepseeks_own_ids_flip_with_the_first(
     assert report.id_meaning == meaning
 
 
+def test_gemma_3_hands_out_what_its_layers_add_without_the_sum(
+    tiny_gemma3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang's own capture takes one of two tensors whose sum the hidden state is (sgl-project/sglang#39286)."""
+    with SglangServer(model=tiny_gemma3, log=tmp_path / "log", serve_options=("--layers", "2,4,5")) as server:
+        report = probe_server(server.url, ProbeOptions(fresh=True))
+        code = main(["extract", str(PROMPTS), "--server", server.url, "--out", str(tmp_path / "store")])
+    found = ["2 without its residual", "4 without its residual", None, "final"]
+    assert (report.verdict, indices(report)) == ("contradicts", found)
+    assert "the numbers say 2 without its residual" in report.words[0]
+    assert "sglang/pull/39286" in " ".join(report.words)
+    assert code != 0
+    assert "are not what they are said to be" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
 @dataclass(frozen=True)
 class Served:
     url: str

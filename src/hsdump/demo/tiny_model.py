@@ -2,7 +2,7 @@
 
 Their states mean nothing; that they are the right states, of the right layer and token, is what can be shown with them.
 
-    python -m hsdump.demo.tiny_model OUT llama|qwen3|dsv3
+    python -m hsdump.demo.tiny_model OUT llama|qwen3|gemma3|dsv3
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from hsdump.demo.tokenizer import END_ID, PAD_ID, make_tokenizer
 
-Architecture = Literal["llama", "qwen3", "dsv3"]
+Architecture = Literal["llama", "qwen3", "gemma3", "dsv3"]
 
 VOCAB_SIZE = 2048
 HIDDEN_SIZE = 256
@@ -85,7 +85,7 @@ def make_tiny_model(folder: Path, architecture: Architecture, *, seed: int = 0) 
 
     Args:
         folder: made if missing; files of the same names in it are overwritten.
-        architecture: `llama`, `qwen3`, or `dsv3` (DeepSeek-V3: latent attention and a mixture of experts).
+        architecture: `llama`, `qwen3`, `gemma3`, or `dsv3` (DeepSeek-V3: latent attention and a mixture of experts).
         seed: of the weights.
 
     Returns:
@@ -132,6 +132,9 @@ def _make_model(architecture: Architecture) -> Any:
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **dense))
     if architecture == "qwen3":
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, **dense))
+    if architecture == "gemma3":
+        gemma = {**common, **dense, "tie_word_embeddings": True, "query_pre_attn_scalar": 64, "sliding_window": 512}
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**gemma))
     experts = {
         "num_hidden_layers": NUM_LAYERS_DSV3,
         "intermediate_size": 512,

@@ -78,6 +78,12 @@ class Checkpoint:
     def hidden_size(self) -> int:
         return self._number("hidden_size", "n_embd", "d_model")
 
+    @property
+    def embedding_factor(self) -> float:
+        """Gemma's embedding module multiplies by the root of its width, which is not in the tensor."""
+        kind = str(self.config.get("model_type", ""))
+        return float(self.hidden_size) ** 0.5 if kind.startswith("gemma") else 1.0
+
     def _number(self, *names: str) -> int:
         """Read a number that configs give one of these names.
 

@@ -38,6 +38,13 @@ MATCH = 0.1
 
 CLEARLY = 2.0
 
+IN_PARTS = (
+    "the engine keeps the sum of its layers apart from what each adds to it, and its own auxiliary capture hands out "
+    "one of the two; its drafters get the same. SGLang's Gemma 3 does so in 0.5.17 to 0.5.23: "
+    "https://github.com/sgl-project/sglang/pull/39286"
+)
+"""Where a state is a part of what it is said to be."""
+
 BEYOND = 2
 """Layers walked beyond the ids that are claimed, so that a tensor off by one or two is found where it is."""
 
@@ -50,7 +57,7 @@ class StateReading(msgspec.Struct, kw_only=True):
     """Index into hidden_states that the engine's capture claims."""
 
     found: str | None = None
-    """Index that the numbers say: `0` embeddings, `k`, `final`; None: none of those looked at."""
+    """Index that the numbers say: `0` embeddings, `k`, `final`, or a part of it; None: none of those looked at."""
 
     error: float | None = None
     """Median relative error of rows against it."""
@@ -137,6 +144,8 @@ class Prober:
         self._checkpoint = Checkpoint(model)
         self._check_same_model()
         self._errors: dict[str, dict[str, float]] = {}
+        self._parts: dict[str, dict[str, float]] = {}
+        """The same for parts of hidden states; looked at where a state is none of these as a whole."""
         self._how: dict[tuple[str, str], str] = {}
 
     def judge(self, captured: Captured) -> ProbeReport:
@@ -160,6 +169,8 @@ class Prober:
         self._settle_between(report, captured)
         self._check_logits(report, captured, problems)
         problems += [_contradiction(reading) for reading in report.states if _contradicts(reading)]
+        if any(reading.found in self._parts.get(reading.state, {}) for reading in report.states):
+            problems.append(IN_PARTS)
         problems += self._check_ids(report)
         own, served = self._checkpoint.raw_config.get("architectures"), info.model_class
         if isinstance(own, list) and served not in own:
@@ -195,12 +206,21 @@ class Prober:
         if reference is not None:
             report.layers_read = sorted(set(reference.seen_layers))
 
-    def _note(self, name: str, index: str, found_BSH: Any, expected_BSH: Any, how: str) -> float:
+    def _note(
+        self,
+        name: str,
+        index: str,
+        found_BSH: Any,
+        expected_BSH: Any,
+        how: str,
+        *,
+        errors: dict[str, dict[str, float]] | None = None,
+    ) -> float:
         """Remember how far a state is from a candidate."""
         width = self._info.shape.hidden_size
         found, expected = np.asarray(found_BSH).reshape(-1, width), np.asarray(expected_BSH).reshape(-1, width)
         error = float(np.median(row_errors(found, expected)))
-        known = self._errors.setdefault(name, {})
+        known = (self._errors if errors is None else errors).setdefault(name, {})
         if error < known.get(index, np.inf):
             known[index] = error
             self._how[name, index] = how
@@ -211,7 +231,7 @@ class Prober:
         name = self._checkpoint.find(EMBEDDING)
         if name is None:
             return
-        rows = self._checkpoint.rows(name, captured.ids.reshape(-1))
+        rows = self._checkpoint.rows(name, captured.ids.reshape(-1)) * self._checkpoint.embedding_factor
         for state, values in captured.states.items():
             self._note(state, "0", values, rows, "embedding rows")
 
@@ -219,11 +239,15 @@ class Prober:
         """From the embeddings up, layer by layer, as far as the lowest captured state or a little beyond."""
         layers = self._info.shape.layers
         last = self._info.num_layers if self._depth == "all" else min(layers[0] + BEYOND, self._info.num_layers)
-        hidden = reference.run(reference.embed(captured.ids), 0, last)
-        for index, values in hidden.items():
-            label = FINAL if index == self._info.num_layers else str(index)
-            for state, found in captured.states.items():
-                self._note(state, label, found, values.float().numpy(), "layers from the embeddings")
+        parts: dict[str, Any] = {}
+        hidden = reference.run(reference.embed(captured.ids), 0, last, parts)
+        how = "layers from the embeddings"
+        for state, found in captured.states.items():
+            for index, values in hidden.items():
+                label = FINAL if index == self._info.num_layers else str(index)
+                self._note(state, label, found, values.float().numpy(), how)
+            for label, values in parts.items():
+                self._note(state, label, found, values.float().numpy(), how, errors=self._parts)
 
     def _walk_to_final(self, captured: Captured, reference: StreamingReference) -> None:
         """From the highest captured state on, supposing that it is k: the last layers and the norm must give the
@@ -254,16 +278,25 @@ class Prober:
     def _reading(self, name: str) -> StateReading:
         claimed = FINAL if name == FINAL else name.removeprefix("layer")
         reading = StateReading(state=name, claimed=claimed)
-        ordered = sorted(self._errors.get(name, {}).items(), key=lambda pair: pair[1])
+        whole = self._errors.get(name, {})
+        self._decide(reading, whole)
+        if reading.found is None and name in self._parts:
+            part = StateReading(state=name, claimed=claimed)
+            self._decide(part, {**whole, **self._parts[name]})
+            return part if part.found is not None else reading
+        return reading
+
+    def _decide(self, reading: StateReading, errors: Mapping[str, float]) -> None:
+        """Note the nearest candidate and the one behind it; the nearest is what it is, if it is near and alone."""
+        ordered = sorted(errors.items(), key=lambda pair: pair[1])
         if not ordered:
-            return reading
+            return
         best, error = ordered[0]
         if len(ordered) > 1:
             reading.runner_up, reading.runner_up_error = ordered[1]
         reading.error = error
         if error <= MATCH and (reading.runner_up_error is None or reading.runner_up_error >= CLEARLY * error):
-            reading.found, reading.how = best, self._how[name, best]
-        return reading
+            reading.found, reading.how = best, self._how[reading.state, best]
 
     def _settle_between(self, report: ProbeReport, captured: Captured) -> None:
         """Between two ends that agree, states in the order of their ids are those ids: each must be nearer to its

@@ -25,6 +25,16 @@ KNOWN_AS = {"kimi_k2": "deepseek_v3"}
 _FUSED = re.compile(r"(.*experts)\.(gate_up_proj|down_proj)$")
 
 
+def without_residual(index: int) -> str:
+    """Name what layer index-1 adds to the sum that it got: hidden_states[index] less that sum."""
+    return f"{index} without its residual"
+
+
+def behind_norm(index: int) -> str:
+    """Name what the first norm of layer `index` makes of hidden_states[index]."""
+    return f"{index} behind the next norm"
+
+
 class StreamingReference:
     """Runs any stretch of a model's layers, over a few dozen tokens."""
 
@@ -62,10 +72,14 @@ class StreamingReference:
         if name is None:
             raise InputError(f"{self.checkpoint.folder} holds no embeddings", FIX)
         rows = self.checkpoint.rows(name, ids_BS.reshape(-1)).reshape(*ids_BS.shape, -1)
-        return self._torch.from_numpy(rows).to(self._dtype) * self._embedding_factor()
+        return self._torch.from_numpy(rows).to(self._dtype) * self.checkpoint.embedding_factor
 
-    def run(self, hidden_BSH: Any, first: int, last: int) -> dict[int, Any]:
+    def run(self, hidden_BSH: Any, first: int, last: int, parts: dict[str, Any] | None = None) -> dict[int, Any]:
         """Run layers first..last-1 on hidden_states[first].
+
+        Args:
+            parts: takes what a layer computes on the way, torch [B, S, H], by name: see `without_residual` and
+                `behind_norm`.
 
         Returns:
             Index into hidden_states to torch [B, S, H]: first+1..last, the last one after the final norm when it is
@@ -77,6 +91,8 @@ class StreamingReference:
         with contextlib.ExitStack() as hooks, torch.inference_mode():
             for index in range(first, last):
                 hooks.enter_context(self._streamed(index, outputs))
+                if parts is not None:
+                    hooks.enter_context(_watched(self._layers[index], index, hidden_BSH.shape, parts))
             result = self._base(inputs_embeds=hidden_BSH.to(self._dtype), use_cache=False)
         if last == self.num_layers:
             outputs[last] = result.last_hidden_state
@@ -86,11 +102,6 @@ class StreamingReference:
         """Apply the final norm."""
         with self._torch.inference_mode():
             return self._base.norm(hidden_BSH.to(self._dtype))
-
-    def _embedding_factor(self) -> float:
-        """Gemma's embedding module multiplies by the root of its width, which is not in the tensor."""
-        kind = str(self.checkpoint.config.get("model_type", ""))
-        return float(self.checkpoint.hidden_size) ** 0.5 if kind.startswith("gemma") else 1.0
 
     @contextlib.contextmanager
     def _streamed(self, index: int, outputs: dict[int, Any]) -> Iterator[None]:
@@ -159,6 +170,27 @@ class StreamingReference:
         if not experts:
             raise InputError(f"{self.checkpoint.folder} has no experts {prefix}.0{self._quantized()}", FIX)
         return np.stack(experts)
+
+
+@contextlib.contextmanager
+def _watched(layer: Any, index: int, shape: Any, parts: dict[str, Any]) -> Iterator[None]:
+    """Keep what the first norm and the last module of layer `index` put out."""
+
+    def keep(module: Any, _inputs: Any, output: Any) -> None:
+        values = output[0] if isinstance(output, tuple) else output
+        if values.numel() != shape.numel():
+            return
+        values = values.reshape(shape).clone()
+        if "Norm" in type(module).__name__:
+            parts.setdefault(behind_norm(index), values)
+        parts[without_residual(index + 1)] = values  # the last one stays
+
+    handles = [module.register_forward_hook(keep) for module in layer.children()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _torch() -> Any:
