@@ -90,6 +90,9 @@ class Scale:
     in_flight: int
     """Requests in flight when answers are generated and states extracted."""
 
+    rates: bool = True
+    """Whether rates are read: 150,000 tokens are too many for a real model on a few cores."""
+
 
 def _mla(**changes: Any) -> dict[str, Any]:
     """Give what all sizes of the small Kimi share: one group of experts, as Kimi has it."""
@@ -341,3 +344,21 @@ SCALES["gpu-smoke"] = replace(
 SCALES["gpu-rates"] = replace(SCALES["gpu"], name="gpu-rates", text_bytes=16 << 20, target_s=10, learn=2_500)
 """The whole one's server and requests behind a target that has learned little, for what does not ask what it says: with
 `--stages target,serve` the rates of capture and store in one call of ten minutes."""
+
+SCALES["pretrained-cpu"] = replace(
+    SCALES["cpu"],
+    name="pretrained-cpu",
+    learn=400,
+    new_tokens=64,
+    draft_vocab=4096,
+    train=(
+        *("--ttt-steps", "3", "--tokens", "1024", "--epochs", "40", "--max-steps", "240", "--lr", "1e-3"),
+        *("--warmup", "20", "--clip", "1", "--validate-every", "120", "--save-every", "60", "--held-out", "0.08"),
+    ),
+    heads=("--heads", "10", "--kv-heads", "5", "--head-dim", "64"),
+    bench_new_tokens=32,
+    concurrencies=(1,),
+    steps=(3,),
+    rates=False,
+)
+"""For `--model`: a real model of some hundred million weights, on a few cores."""

@@ -52,7 +52,8 @@ def serve_stage(story: Story) -> None:
     if story.engine == "transformers":
         in_process(story)
         return
-    if any(story.figures(name) is None for name in STEPS):
+    steps = [name for name in STEPS if story.scale.rates or name != "serve.rates"]
+    if any(story.figures(name) is None for name in steps):
         story.need(START_S, "starting servers")
         capture = {"capture": lambda: story.serve("capture", *story.scale.generate_flags, capture=True)}
         plain = {"plain": lambda: story.serve("plain", *story.scale.prefill_flags)}
@@ -60,7 +61,7 @@ def serve_stage(story: Story) -> None:
         starts = {**capture, **plain} if at_once else capture
         with together(starts, at_once=2, needed=("capture",), note=story.note) as urls:
             captured_and_proved(story, urls["capture"])
-            if story.figures("serve.rates") is None:
+            if "serve.rates" in steps and story.figures("serve.rates") is None:
                 with together({} if at_once else plain, at_once=1, note=story.note) as more:
                     beside = {**urls, **more}.get("plain")
                     if beside:

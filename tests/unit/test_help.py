@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import typer
 from rich.text import Text
 
-from hsdump.cli.main import build_app
+from hsdump.cli.main import TABLE_COLUMNS, build_app
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -25,6 +26,19 @@ def test_every_word_of_a_help_text_is_shown() -> None:
         texts = [command.help, command.epilog, *(getattr(option, "help", None) for option in command.params)]
         for text in filter(None, texts):
             assert Text.from_markup(text).plain == text, f"{name}: {text}"
+
+
+@pytest.mark.parametrize("columns", [60, 80, TABLE_COLUMNS - 1, TABLE_COLUMNS, 160])
+def test_no_option_is_cut_however_narrow_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name, command in _commands(typer.main.get_command(build_app()), "hsdump"):
+        command.main(["--help"], prog_name=name, standalone_mode=False)
+        shown = capsys.readouterr().out
+        options = [word for option in command.params for word in (*option.opts, *option.secondary_opts)]
+        missing = [word for word in options if word.startswith("--") and word not in shown]
+        assert not missing, f"{name}: {missing}"
 
 
 def test_every_command_shows_an_example_that_it_would_take() -> None:

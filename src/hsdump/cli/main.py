@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -40,6 +41,9 @@ VERBS = (
 WITHOUT_TORCH = ("prepare", "generate", "plan", "extract", "collect", "status")
 """What runs long beside a server, or many times: such a process is kept small."""
 
+TABLE_COLUMNS = 112
+"""Terminals narrower than this get help as plain lines: rich's tables would cut the names of options there."""
+
 TORCH_FIX = 'install it: pip install "hsdump[train]"'
 
 CommandLineError: type[Exception] = next(
@@ -55,7 +59,7 @@ def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
         help="Turn a running SGLang server into verified EAGLE-3 training data.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
+        rich_markup_mode="rich" if shutil.get_terminal_size().columns >= TABLE_COLUMNS else None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
