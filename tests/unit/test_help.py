@@ -10,7 +10,7 @@ import pytest
 import typer
 from rich.text import Text
 
-from hsdump.cli.main import TABLE_COLUMNS, build_app
+from hsdump.cli.main import TABLE_COLUMNS, build_app, whole_sentences
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -29,13 +29,18 @@ def test_every_word_of_a_help_text_is_shown() -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, TABLE_COLUMNS - 1, TABLE_COLUMNS, 160])
-def test_no_option_is_cut_however_narrow_the_terminal(
+def test_no_option_and_no_sentence_is_cut_however_narrow_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    for name, command in _commands(typer.main.get_command(build_app()), "hsdump"):
+    root = typer.main.get_command(build_app())
+    whole_sentences(root)
+    for name, command in _commands(root, "hsdump"):
         command.main(["--help"], prog_name=name, standalone_mode=False)
         shown = capsys.readouterr().out
+        below = getattr(command, "commands", {}).values()
+        letters = "".join(shown.replace("│", " ").split())
+        assert all("".join(one.help.split("\n\n")[0].split()) in letters for one in below), name
         options = [word for option in command.params for word in (*option.opts, *option.secondary_opts)]
         missing = [word for word in options if word.startswith("--") and word not in shown]
         assert not missing, f"{name}: {missing}"

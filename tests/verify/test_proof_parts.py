@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -272,25 +273,60 @@ def test_a_layer_that_lacks_a_part_of_its_sum_is_not_settled_by_order(
     assert "not identified: layer3" in report.words[-1]
 
 
-def test_a_layer_without_its_residual_and_one_that_the_next_norm_wrote_over_are_named(
-    oracle: tuple[Path, list[torch.Tensor], torch.Tensor],
-) -> None:
+def test_parts_of_a_hidden_state_are_named(oracle: tuple[Path, list[torch.Tensor], torch.Tensor]) -> None:
     """What an engine's own capture hands out where sums are made in the next layer's norm, in place or not."""
     path, hidden, _ = oracle
-    seen: list[torch.Tensor] = []
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    last = list(model.model.layers[1].children())[-1] if "gemma3" in str(path) else model.model.layers[1].mlp
-    last.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-    model.model.layers[2].input_layernorm.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    before, after = model.model.layers[1:3]
+    in_gemma = "gemma3" in str(path)
+    seen: dict[str, torch.Tensor] = {"2 without its residual, all of it": hidden[2] - hidden[1]}
+
+    def see(name: str, module: torch.nn.Module, *, reads: bool = False) -> None:
+        module.register_forward_hook(
+            lambda _module, inputs, output: seen.update({name: inputs[0] if reads else output})
+        )
+
+    see("2 without its residual", before.post_feedforward_layernorm if in_gemma else before.mlp)
+    see("2 behind the next norm", after.input_layernorm)
+    second = after.pre_feedforward_layernorm if in_gemma else after.post_attention_layernorm
+    see("2 and the next attention", second, reads=True)
     with torch.no_grad():
         model(torch.tensor(IDS), use_cache=False)
-    added, normed = (one.reshape(hidden[2].shape) for one in seen)
-    for part, name in ((added, "2 without its residual"), (normed, "2 behind the next norm")):
-        report = probe(path, [*hidden[:2], part, *hidden[3:]], (2, 3, 4), (2, 3, 4))
-        assert report.verdict == "contradicts"
-        assert report.states[0].found == name
+    assert len(seen) == 4
+    for name, part in seen.items():
+        report = probe(path, [*hidden[:2], part.reshape(hidden[2].shape), *hidden[3:]], (2, 3, 4), (2, 3, 4))
+        assert (report.verdict, report.states[0].found) == ("contradicts", name.split(",")[0])
         assert report.states[0].error < 0.02, "bit for bit but for the order of sums in a batch"
         assert "sglang/pull/39286" in " ".join(report.words)
+
+
+def test_layers_that_do_not_run_here_leave_the_probe_without_an_answer(
+    oracle: tuple[Path, list[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("The size of tensor a (2) must match\nand more")
+
+    monkeypatch.setattr(StreamingReference, "run", fails)
+    path, hidden, _ = oracle
+    report = probe(path, hidden, (2, 3), (2, 3))
+    assert report.verdict == "can't"
+    assert (
+        "the checkpoint's layers cannot be run here: RuntimeError: The size of tensor a (2) must match" in report.words
+    )
+
+
+def test_a_norm_with_a_bias_is_read_with_it(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.StableLmConfig(
+        vocab_size=2048, hidden_size=64, intermediate_size=96, num_hidden_layers=3, **heads
+    )
+    model = transformers.StableLmForCausalLM(config).eval()
+    torch.nn.init.normal_(model.model.norm.bias)
+    model.save_pretrained(tmp_path)
+    reference = StreamingReference(Checkpoint(tmp_path))
+    with torch.no_grad():
+        expected = model(torch.tensor(IDS), output_hidden_states=True, use_cache=False).hidden_states[-1]
+    torch.testing.assert_close(reference.run(reference.embed(IDS), 0, 3)[3], expected)
 
 
 def write(path: Path, samples: list[Made], **changes: object) -> Path:

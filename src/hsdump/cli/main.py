@@ -6,6 +6,7 @@ import importlib
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -76,12 +77,21 @@ def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
     return app
 
 
+def whole_sentences(command: Any) -> None:
+    """Have plain help list commands by their whole first sentence: left to itself, click cuts it to one line."""
+    for below in getattr(command, "commands", {}).values():
+        whole_sentences(below)
+        if below.short_help is None and below.help:
+            below.short_help = " ".join(below.help.split("\n\n")[0].split())
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and give its exit code back; a user's mistake never shows a stack trace."""
     argv = sys.argv[1:] if argv is None else argv
     # Only the verb that runs is imported: `serve` works beside an SGLang that has none of the client's libraries.
     asked = _verb(argv)
     command = typer.main.get_command(build_app([asked] if asked in VERBS else VERBS))
+    whole_sentences(command)
     try:
         code = command.main(args=argv, prog_name="hsdump", standalone_mode=False)
     except HsdumpError as error:

@@ -82,7 +82,7 @@ class Checkpoint:
     def embedding_factor(self) -> float:
         """Gemma's embedding module multiplies by the root of its width, which is not in the tensor."""
         kind = str(self.config.get("model_type", ""))
-        return float(self.hidden_size) ** 0.5 if kind.startswith("gemma") else 1.0
+        return float(self.hidden_size) ** 0.5 if "gemma" in kind else 1.0
 
     def _number(self, *names: str) -> int:
         """Read a number that configs give one of these names.

@@ -26,6 +26,7 @@ from hsdump.schema import EngineInfo
 from hsdump.verify.checkpoint import EMBEDDING, FIX, Checkpoint
 from hsdump.verify.head import Head
 from hsdump.verify.logits import LogitsReport, check_logits
+from hsdump.verify.parts import Parts, add_differences
 from hsdump.verify.reference import StreamingReference
 from hsdump.verify.rows import row_errors
 from hsdump.verify.witness import Answer
@@ -169,7 +170,7 @@ class Prober:
         self._settle_between(report, captured)
         self._check_logits(report, captured, problems)
         problems += [_contradiction(reading) for reading in report.states if _contradicts(reading)]
-        if any(reading.found in self._parts.get(reading.state, {}) for reading in report.states):
+        if any(_contradicts(one) and one.found in self._parts.get(one.state, {}) for one in report.states):
             problems.append(IN_PARTS)
         problems += self._check_ids(report)
         own, served = self._checkpoint.raw_config.get("architectures"), info.model_class
@@ -203,6 +204,11 @@ class Prober:
         except InputError as error:
             self._runs = False
             report.words.append(f"the checkpoint's layers cannot be run here: {error.what}")
+        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+            # Some class of transformers' some hundred that is made otherwise than those tried.
+            self._runs = False
+            first = (str(error).strip().splitlines() or [""])[0]
+            report.words.append(f"the checkpoint's layers cannot be run here: {type(error).__name__}: {first}")
         if reference is not None:
             report.layers_read = sorted(set(reference.seen_layers))
 
@@ -239,14 +245,16 @@ class Prober:
         """From the embeddings up, layer by layer, as far as the lowest captured state or a little beyond."""
         layers = self._info.shape.layers
         last = self._info.num_layers if self._depth == "all" else min(layers[0] + BEYOND, self._info.num_layers)
-        parts: dict[str, Any] = {}
-        hidden = reference.run(reference.embed(captured.ids), 0, last, parts)
+        parts: Parts = {}
+        start = reference.embed(captured.ids)
+        hidden = reference.run(start, 0, last, parts)
+        add_differences({0: start, **hidden}, parts, self._info.num_layers)
         how = "layers from the embeddings"
         for state, found in captured.states.items():
             for index, values in hidden.items():
                 label = FINAL if index == self._info.num_layers else str(index)
                 self._note(state, label, found, values.float().numpy(), how)
-            for label, values in parts.items():
+            for label, values in ((label, one) for label, some in parts.items() for one in some):
                 self._note(state, label, found, values.float().numpy(), how, errors=self._parts)
 
     def _walk_to_final(self, captured: Captured, reference: StreamingReference) -> None:

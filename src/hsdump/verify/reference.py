@@ -18,21 +18,12 @@ from numpy.typing import NDArray
 
 from hsdump.errors import InputError, UsageError
 from hsdump.verify.checkpoint import EMBEDDING, FIX, NORM, Checkpoint
+from hsdump.verify.parts import Parts, watched
 
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers knows under another name."""
 
 _FUSED = re.compile(r"(.*experts)\.(gate_up_proj|down_proj)$")
-
-
-def without_residual(index: int) -> str:
-    """Name what layer index-1 adds to the sum that it got: hidden_states[index] less that sum."""
-    return f"{index} without its residual"
-
-
-def behind_norm(index: int) -> str:
-    """Name what the first norm of layer `index` makes of hidden_states[index]."""
-    return f"{index} behind the next norm"
 
 
 class StreamingReference:
@@ -58,7 +49,8 @@ class StreamingReference:
         norm = checkpoint.find(NORM)
         if norm is None:
             raise InputError(f"{checkpoint.folder} holds no final norm", FIX)
-        self._fill(self._base.norm, {"weight": norm})
+        stem = norm.removesuffix("weight")
+        self._fill(self._base.norm, {name: stem + name for name in self._base.norm.state_dict()})
         self.seen_layers: list[int] = []
         """Layers that were read so far, in order."""
 
@@ -74,12 +66,11 @@ class StreamingReference:
         rows = self.checkpoint.rows(name, ids_BS.reshape(-1)).reshape(*ids_BS.shape, -1)
         return self._torch.from_numpy(rows).to(self._dtype) * self.checkpoint.embedding_factor
 
-    def run(self, hidden_BSH: Any, first: int, last: int, parts: dict[str, Any] | None = None) -> dict[int, Any]:
+    def run(self, hidden_BSH: Any, first: int, last: int, parts: Parts | None = None) -> dict[int, Any]:
         """Run layers first..last-1 on hidden_states[first].
 
         Args:
-            parts: takes what a layer computes on the way, torch [B, S, H], by name: see `without_residual` and
-                `behind_norm`.
+            parts: takes what the layers compute on the way.
 
         Returns:
             Index into hidden_states to torch [B, S, H]: first+1..last, the last one after the final norm when it is
@@ -92,7 +83,7 @@ class StreamingReference:
             for index in range(first, last):
                 hooks.enter_context(self._streamed(index, outputs))
                 if parts is not None:
-                    hooks.enter_context(_watched(self._layers[index], index, hidden_BSH.shape, parts))
+                    hooks.enter_context(watched(self._layers[index], index, hidden_BSH.shape, parts))
             result = self._base(inputs_embeds=hidden_BSH.to(self._dtype), use_cache=False)
         if last == self.num_layers:
             outputs[last] = result.last_hidden_state
@@ -170,27 +161,6 @@ class StreamingReference:
         if not experts:
             raise InputError(f"{self.checkpoint.folder} has no experts {prefix}.0{self._quantized()}", FIX)
         return np.stack(experts)
-
-
-@contextlib.contextmanager
-def _watched(layer: Any, index: int, shape: Any, parts: dict[str, Any]) -> Iterator[None]:
-    """Keep what the first norm and the last module of layer `index` put out."""
-
-    def keep(module: Any, _inputs: Any, output: Any) -> None:
-        values = output[0] if isinstance(output, tuple) else output
-        if values.numel() != shape.numel():
-            return
-        values = values.reshape(shape).clone()
-        if "Norm" in type(module).__name__:
-            parts.setdefault(behind_norm(index), values)
-        parts[without_residual(index + 1)] = values  # the last one stays
-
-    handles = [module.register_forward_hook(keep) for module in layer.children()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _torch() -> Any:
