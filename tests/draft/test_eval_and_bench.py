@@ -108,6 +108,14 @@ def test_losses_agree_where_they_must() -> None:
     torch.testing.assert_close(kl(draft, certain), hard(draft, certain))
 
 
+def test_rope_by_type_of_layer_is_that_of_layers_without_a_window() -> None:
+    """Gemma 3's config as transformers 5 writes it; a drafter with all of it in its own does not load in SGLang."""
+    local, whole = ({"rope_type": "default", "rope_theta": theta} for theta in (1e4, 1e6))
+    assert rope_of({"rope_parameters": {"sliding_attention": local, "full_attention": whole}}) == whole
+    assert rope_of({"rope_parameters": {"sliding_attention": local}}) == local
+    assert rope_of({"rope_theta": 1e6, "rope_local_base_freq": 1e4}) == whole, "as transformers 4 writes it"
+
+
 def test_rope_of_a_latent_target_loses_what_a_llama_layer_lacks() -> None:
     old = {"rope_theta": 5e4, "rope_scaling": {"type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0}}
     assert rope_of(old) == {"factor": 32.0, "rope_type": "yarn", "rope_theta": 5e4}

@@ -16,6 +16,10 @@ YARN_OF_MLA = ("mscale", "mscale_all_dim")
 """DeepSeek's additions to YaRN. A Llama layer knows the plain one only, and engines treat these differently."""
 
 
+WHOLE_CONTEXT = "full_attention"
+"""Transformers' name for layers without a window, in settings by type of layer."""
+
+
 class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything but the weights."""
 
@@ -71,8 +75,15 @@ def rope_arguments(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config's rotary settings in whichever of the two ways it writes them."""
+    """Read a config's rotary settings in whichever of the two ways it writes them.
+
+    Where layers of one type have others than those of another type (Gemma 3), those that see the whole context count,
+    as the drafter's layer does.
+    """
     found = next((dict(config[key]) for key in ROPE_KEYS if isinstance(config.get(key), dict)), {})
+    by_type = {name: value for name, value in found.items() if isinstance(value, dict)}
+    if by_type:
+        found = dict(by_type.get(WHOLE_CONTEXT) or next(iter(by_type.values())))
     rope = {key: value for key, value in found.items() if key not in YARN_OF_MLA}
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
