@@ -41,7 +41,8 @@ CLEARLY = 2.0
 
 IN_PARTS = (
     "the engine keeps the sum of its layers apart from what each adds to it, and its own auxiliary capture hands out "
-    "one of the two; its drafters get the same. SGLang's Gemma 3 does so in 0.5.17 to 0.5.23: "
+    "one of the two. Its drafters get the same: one that only this release will serve can use them (--no-probe), "
+    "for any other mend the engine first. SGLang's Gemma 3 does so in 0.5.17 to 0.5.23: "
     "https://github.com/sgl-project/sglang/pull/39286"
 )
 """Where a state is a part of what it is said to be."""
