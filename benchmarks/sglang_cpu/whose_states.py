@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.sglang_cpu.serve import PRECISION, counted, said, same
 from benchmarks.story.bench import answers
+from benchmarks.story.scale import SCALES
 from tests.server.harness import SGLANG_PYTHON, SglangServer
 from tests.server.test_speculation import drafts
 
@@ -34,11 +35,7 @@ TAKEN = "aux_hidden_states.append(hidden_states)"
 WITH_THE_SUM = "aux_hidden_states.append(hidden_states if residual is None else hidden_states + residual)"
 KINDS = ("stock", "mended")
 LAYERS = "2,9,15"
-TRAIN = (
-    *("--ttt-steps", "3", "--tokens", "1024", "--epochs", "40", "--max-steps", "240", "--lr", "1e-3"),
-    *("--warmup", "20", "--clip", "1", "--validate-every", "120", "--save-every", "60", "--held-out", "0.08"),
-    *("--heads", "10", "--kv-heads", "5", "--head-dim", "64", "--device", "cpu"),
-)
+SCALE = SCALES["pretrained-cpu"]
 
 
 def mended(work: Path) -> Path:
@@ -76,11 +73,10 @@ def learned(kind: str, tree: Path | None, options: argparse.Namespace) -> dict[s
         at = ("--server", server.url)
         probe = hsdump("probe", *at, *model, "--fresh", codes=(0, 1, 2))
         hsdump("extract", options.answers, *at, *model, "--out", store, "--no-probe")
-        proof = hsdump("prove", store, *at, *model, "--samples", "16", codes=(0, 1))
-    vocabulary = hsdump("vocab", store, *model, "--size", "4096")
-    trained = hsdump(
-        "train", store, *model, "--out", drafter, *TRAIN, *([] if proof["exit_code"] == 0 else ["--unproved"])
-    )
+        proof = hsdump("prove", store, *at, *model, "--samples", SCALE.prove_samples, codes=(0, 1))
+    vocabulary = hsdump("vocab", store, *model, "--size", SCALE.draft_vocab)
+    words = ("train", store, *model, "--out", drafter, *SCALE.train, *SCALE.heads, "--device", "cpu")
+    trained = hsdump(*words, *([] if proof["exit_code"] == 0 else ["--unproved"]))
     exported = place / "exported"
     shutil.rmtree(exported, ignore_errors=True)
     hsdump("export", drafter, "--to", "sglang", "--out", exported)
@@ -99,7 +95,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="questions that the drafters have not seen")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=SCALE.bench_new_tokens)
     options = parser.parse_args()
     options.target, options.work = options.target.resolve(), options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)

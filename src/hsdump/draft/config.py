@@ -14,8 +14,6 @@ ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 YARN_OF_MLA = ("mscale", "mscale_all_dim")
 """DeepSeek's additions to YaRN. A Llama layer knows the plain one only, and engines treat these differently."""
-
-
 WHOLE_CONTEXT = "full_attention"
 """Transformers' name for layers without a window, in settings by type of layer."""
 

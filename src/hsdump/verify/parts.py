@@ -42,12 +42,11 @@ def watched(layer: Any, index: int, shape: Any, parts: Parts) -> Iterator[None]:
     outputs: list[Any] = []
 
     def keep(module: Any, inputs: Any, output: Any) -> None:
-        is_norm = "Norm" in type(module).__name__
-        made, read = _tensor(output, shape), _tensor(inputs, shape)
-        if is_norm and not outputs and made is not None:
-            parts.setdefault(behind_norm(index), []).append(made)
-        if is_norm and outputs and read is not None:
-            parts.setdefault(with_attention(index), []).append(read)
+        made = _tensor(output, shape)
+        if "Norm" in type(module).__name__:
+            name, part = (with_attention, _tensor(inputs, shape)) if outputs else (behind_norm, made)
+            if part is not None:
+                parts.setdefault(name(index), []).append(part)
         outputs.append(made)
 
     handles = [module.register_forward_hook(keep) for module in layer.children()]

@@ -27,7 +27,7 @@ from hsdump.verify.checkpoint import EMBEDDING, FIX, Checkpoint
 from hsdump.verify.head import Head
 from hsdump.verify.logits import LogitsReport, check_logits
 from hsdump.verify.parts import Parts, add_differences
-from hsdump.verify.reference import StreamingReference
+from hsdump.verify.reference import StreamingReference, first_line
 from hsdump.verify.rows import row_errors
 from hsdump.verify.witness import Answer
 
@@ -46,6 +46,9 @@ IN_PARTS = (
     "https://github.com/sgl-project/sglang/pull/39286"
 )
 """Where a state is a part of what it is said to be."""
+
+MADE_OTHERWISE = (RuntimeError, TypeError, ValueError, AttributeError)
+"""What comes of a class of transformers' hundreds that is made otherwise than those tried."""
 
 BEYOND = 2
 """Layers walked beyond the ids that are claimed, so that a tensor off by one or two is found where it is."""
@@ -202,14 +205,10 @@ class Prober:
             reference = StreamingReference(self._checkpoint)
             self._walk_up(captured, reference)
             self._walk_to_final(captured, reference)
-        except InputError as error:
+        except (InputError, *MADE_OTHERWISE) as error:
             self._runs = False
-            report.words.append(f"the checkpoint's layers cannot be run here: {error.what}")
-        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-            # Some class of transformers' some hundred that is made otherwise than those tried.
-            self._runs = False
-            first = (str(error).strip().splitlines() or [""])[0]
-            report.words.append(f"the checkpoint's layers cannot be run here: {type(error).__name__}: {first}")
+            why = error.what if isinstance(error, InputError) else f"{type(error).__name__}: {first_line(error)}"
+            report.words.append(f"the checkpoint's layers cannot be run here: {why}")
         if reference is not None:
             report.layers_read = sorted(set(reference.seen_layers))
 
@@ -255,8 +254,9 @@ class Prober:
             for index, values in hidden.items():
                 label = FINAL if index == self._info.num_layers else str(index)
                 self._note(state, label, found, values.float().numpy(), how)
-            for label, values in ((label, one) for label, some in parts.items() for one in some):
-                self._note(state, label, found, values.float().numpy(), how, errors=self._parts)
+            for label, meant in parts.items():
+                for values in meant:
+                    self._note(state, label, found, values.float().numpy(), how, errors=self._parts)
 
     def _walk_to_final(self, captured: Captured, reference: StreamingReference) -> None:
         """From the highest captured state on, supposing that it is k: the last layers and the norm must give the

@@ -163,6 +163,11 @@ class StreamingReference:
         return np.stack(experts)
 
 
+def first_line(error: Exception) -> str:
+    """Give what other people's code says of an error, without the rest."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def _torch() -> Any:
     try:
         import torch
@@ -189,10 +194,9 @@ def _on_meta(checkpoint: Checkpoint, dtype: Any) -> Any:
         if not hasattr(model.base_model, "layers") or not hasattr(model.base_model, "norm"):
             raise ValueError(f"{type(model).__name__} keeps its layers elsewhere")
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         release = f"transformers {transformers.__version__}"
         raise InputError(
-            f"{release} builds no model of type {kind!r} from {checkpoint.folder}: {first}",
+            f"{release} builds no model of type {kind!r} from {checkpoint.folder}: {first_line(error)}",
             "a newer transformers may know it: pip install -U transformers",
         ) from error
     return model.eval()
